@@ -1,0 +1,26 @@
+"""JAX inference of GLM-5 and DeepSeek-V3.2 (sparse attention) under decode context parallelism.
+
+The public names are imported on first use: `import dcp_jax` neither imports jax nor starts a
+backend, so that the number of CPU devices or the memory fraction can still be set.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ModelConfig": "dcp_jax.config",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Decode context parallelism: ownership of tokens, the per-forward step, the collectives."""
