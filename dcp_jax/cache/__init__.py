@@ -1,0 +1,1 @@
+"""The paged caches: device arrays (`pool`) and the host's page bookkeeping (`allocator`)."""

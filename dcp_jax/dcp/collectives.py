@@ -1,0 +1,104 @@
+"""The exchanges between DCP ranks, one function each: called inside `shard_map`, on local arrays.
+
+Payloads are what one rank *sends to each other rank*, in bytes, for B*T = n query tokens, H local
+heads (padded), W ranks, C candidates. With one rank no collective is issued at all.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from dcp_jax.mesh import DCP, TP
+from pallas_kernels.lse_merge import merge_partials, merge_weights
+from pallas_kernels.topk import Candidates, pack_candidates, unpack_candidates
+
+
+def axis_size(axis: str | tuple[str, ...]) -> int:
+    """Number of ranks along `axis`: a Python int, known while tracing."""
+    names = (axis,) if isinstance(axis, str) else axis
+    size = 1
+    for name in names:
+        size *= jax.lax.axis_size(name)
+    return size
+
+
+def tp_sum(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Sum of row-parallel partial products over the whole tensor-parallel group."""
+    return x if axis_size(TP) == 1 else jax.lax.psum(x, TP)
+
+
+def tp_rank() -> Array:
+    """Index of this rank's shard of a weight (model-major)."""
+    return jax.lax.axis_index(TP)
+
+
+def gather_heads(q: Shaped[Array, "B T H D"]) -> Shaped[Array, "B T WH D"]:
+    """Queries of every head of the DCP group. Payload n*H*(kv_lora_rank + rope dim)*itemsize."""
+    if axis_size(DCP) == 1:
+        return q
+    return jax.lax.all_gather(q, DCP, axis=2, tiled=True)
+
+
+def gather_candidates(candidates: Candidates, *, wide: bool) -> Candidates:
+    """Every rank's candidates, leading axis W. Payload n*C*6 bytes, n*C*8 if `wide`.
+
+    Keys and indices travel packed in one exchange; `wide` sends 32-bit local indices, needed from
+    65,537 keys a rank on.
+    """
+    packed = pack_candidates(candidates, wide=wide)
+    return unpack_candidates(jax.lax.all_gather(packed, DCP, axis=0), wide=wide)
+
+
+def gather_keys(rows: Shaped[Array, "B S *D"]) -> Shaped[Array, "B WS *D"]:
+    """Rows of the cache in order of position: local index s of rank r lands at s*W + r.
+
+    Payload: the bytes of `rows`.
+    """
+    if axis_size(DCP) == 1:
+        return rows
+    gathered = jax.lax.all_gather(rows, DCP, axis=2)
+    return gathered.reshape(rows.shape[0], -1, *rows.shape[2:])
+
+
+def merge_heads_a2a(
+    out: Float[Array, "B T WH D"], lse: Float[Array, "B T WH"], dtype: jnp.dtype
+) -> Float[Array, "B T H D"]:
+    """LSE-merge partial attention over the ranks, each keeping its own heads; one all-to-all.
+
+    `out` travels as `dtype` beside its float32 lse: payload n*H*(D*itemsize(dtype) + 4).
+    Arithmetic of the merge is float32.
+    """
+    size = axis_size(DCP)
+    if size == 1:
+        return out.astype(dtype)
+    word = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
+    words = jax.lax.bitcast_convert_type(out.astype(dtype), word)
+    lse_words = jax.lax.bitcast_convert_type(lse, word).reshape(*lse.shape, -1)
+    packed = jnp.concatenate([words, lse_words], axis=-1)
+    batch, tokens, heads, width = packed.shape
+    packed = packed.reshape(batch, tokens, size, heads // size, width)
+    # The split axis becomes the axis of senders: [B, T, W, H, .] -> one partial per rank.
+    packed = jax.lax.all_to_all(packed, DCP, split_axis=2, concat_axis=2, tiled=True)
+    dim = out.shape[-1]
+    outs = jax.lax.bitcast_convert_type(packed[..., :dim], dtype)
+    lses = packed[..., dim:]
+    lses = jax.lax.bitcast_convert_type(lses if word == jnp.uint16 else lses[..., 0], jnp.float32)
+    merged, _ = merge_partials(jnp.moveaxis(outs, 2, 0), jnp.moveaxis(lses, 2, 0))
+    return merged.astype(dtype)
+
+
+def merge_heads_ag_rs(
+    out: Float[Array, "B T WH D"], lse: Float[Array, "B T WH"], dtype: jnp.dtype
+) -> Float[Array, "B T H D"]:
+    """The same merge by an all-gather of lse (n*W*H*4) and a float32 reduce-scatter (n*H*D*4)."""
+    if axis_size(DCP) == 1:
+        return out.astype(dtype)
+    lses = jax.lax.all_gather(lse, DCP, axis=0)
+    share = merge_weights(lses)[jax.lax.axis_index(DCP)][..., None]
+    # Select, never multiply by zero: the out of an empty shard may be anything.
+    weighted = jnp.where(share == 0, 0.0, out.astype(jnp.float32) * share)
+    merged = jax.lax.psum_scatter(weighted, DCP, scatter_dimension=2, tiled=True)
+    return merged.astype(dtype)
+
+
+MERGE_HEADS = {"a2a": merge_heads_a2a, "ag_rs": merge_heads_ag_rs}

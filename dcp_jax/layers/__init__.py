@@ -1,0 +1,1 @@
+"""Layers of the model: parameter containers (Flax nnx) with a pure forward on local shapes."""

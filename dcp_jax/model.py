@@ -1,0 +1,269 @@
+"""The whole model as one pure function: parameters, caches and a batch in, tokens and caches out.
+
+One `shard_map` surrounds all of it; every collective inside is written out in `dcp/collectives.py`.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from dcp_jax.cache.pool import CacheSpec, KVCache
+from dcp_jax.config import ModelConfig
+from dcp_jax.dcp import layout
+from dcp_jax.dcp.layout import padded
+from dcp_jax.dcp.step import Batch, DcpStep, StepOptions, step_here
+from dcp_jax.layers import param as params_lib
+from dcp_jax.layers.decoder import DecoderLayer
+from dcp_jax.layers.indexer import Selection
+from dcp_jax.layers.norms import rms_norm
+from dcp_jax.layers.param import param
+from dcp_jax.layers.rope import rope_table
+from dcp_jax.layers.vocab import argmax_token, embed, local_logits
+from dcp_jax.mesh import DCP, TP
+from dcp_jax.mtp import NextN
+from dcp_jax.policy import PrefillPath
+
+
+class Transformer(nnx.Module):
+    """Parameters of the model; layers are keyed by their number."""
+
+    def __init__(self, cfg: ModelConfig, tp: int, dtype: jnp.dtype, with_mtp: bool):
+        """Sizes are global, padded to multiples of `tp`."""
+        vocab = padded(cfg.vocab_size, tp)
+        self.embed = param((vocab, cfg.hidden_size), dtype, ("vocab",))
+        self.norm = param((cfg.hidden_size,), dtype)
+        self.lm_head = param((vocab, cfg.hidden_size), dtype, ("vocab",))
+        self.layers = nnx.Dict(
+            {
+                str(i): DecoderLayer(cfg, tp, dtype, full=cfg.is_full(i), sparse=cfg.is_sparse(i))
+                for i in range(cfg.num_hidden_layers)
+            }
+        )
+        if with_mtp:
+            self.mtp = NextN(cfg, tp, dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Explanation:
+    """What a step selected; arrays per full (MTP included) or sparse layer, by layer number.
+
+    Attributes:
+        positions: int32 [W, B, T, K], the positions that each rank attended over, in no order.
+        counts: int32 [W, B, T], how many of them are real.
+        experts: int32 [B, T, k].
+    """
+
+    positions: dict[int, Int[Array, "W B T K"]]
+    counts: dict[int, Int[Array, "W B T"]]
+    experts: dict[int, Int[Array, "B T k"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """Result of a step.
+
+    Attributes:
+        next_tokens: int32 [B], argmax after each row's last token.
+        certified: bool [B]; a False row must be run again with `candidates="full"`.
+        logits: float32 [B, 1 or T, V'], vocabulary-sharded; padding tokens are -inf.
+        hidden: [B, T, d] after the final norm.
+        explanation: selections and experts.
+    """
+
+    next_tokens: Int[Array, " B"]
+    certified: Bool[Array, " B"]
+    logits: Float[Array, "B t V"] | None = None
+    hidden: Float[Array, "B T d"] | None = None
+    explanation: Explanation | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on a mesh: static, hashable by identity of its parts; holds no array.
+
+    Attributes:
+        cfg: the model's configuration.
+        mesh: axes (`dp`, `model`, `dcp`).
+        dtype: of activations and weights; float32 computes with highest matmul precision.
+        with_mtp: also hold the NextN layer's parameters.
+    """
+
+    cfg: ModelConfig
+    mesh: Mesh
+    dtype: jnp.dtype
+    with_mtp: bool = False
+
+    @cached_property
+    def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
+        tp = self.mesh.shape[TP[0]] * self.mesh.shape[TP[1]]
+        return params_lib.abstract(lambda: Transformer(self.cfg, tp, self.dtype, self.with_mtp))
+
+    @cached_property
+    def param_defs(self) -> dict:
+        """Nested dict of `ParamDef`: what `weights` must load."""
+        return params_lib.param_defs(self._abstract[1])
+
+    def forward(
+        self, params: dict, cache: KVCache, batch: Batch, *, spec: CacheSpec, opts: StepOptions
+    ) -> tuple[StepOutput, KVCache]:
+        """One step of B rows: writes their new tokens, returns what follows the last of each.
+
+        Args:
+            params: nested dict of arrays, sharded as `param_defs` says.
+            cache: both caches, as `init_cache(spec, mesh)` made them; donate it.
+            batch: the rows.
+            spec: sizes of the caches.
+            opts: static options.
+        """
+        return self._run(self._forward_local, params, cache, (batch,), spec, opts)
+
+    def forward_mtp(
+        self,
+        params: dict,
+        cache: KVCache,
+        batch: Batch,
+        hidden: Float[Array, "B T d"],
+        *,
+        spec: CacheSpec,
+        opts: StepOptions,
+    ) -> tuple[StepOutput, KVCache]:
+        """One step of the NextN layer: `batch.tokens` hold t[i+1] at position i, `hidden` h[i].
+
+        `hidden` is the main model's final-norm output, or this function's for chained drafts.
+        """
+        return self._run(self._mtp_local, params, cache, (batch, hidden), spec, opts)
+
+    def _run(self, local, params, cache, inputs, spec, opts):
+        out_specs = StepOutput(
+            next_tokens=PartitionSpec(),
+            certified=PartitionSpec(),
+            logits=None if opts.logits == "none" else PartitionSpec(None, None, TP),
+            hidden=PartitionSpec() if opts.return_hidden else None,
+            explanation=Explanation(PartitionSpec(DCP), PartitionSpec(DCP), PartitionSpec())
+            if opts.explain
+            else None,
+        )
+
+        def body(params, cache, *inputs):
+            module = params_lib.bind(*self._abstract, params)
+            exact = self.dtype == jnp.float32
+            precision = jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+            with precision:
+                return local(module, cache, *inputs, spec=spec, opts=opts)
+
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(
+                params_lib.specs(self.param_defs),
+                spec.specs(),
+                *(PartitionSpec() for _ in inputs),
+            ),
+            out_specs=(out_specs, spec.specs()),
+            check_vma=False,
+        )(params, cache, *inputs)
+
+    def _forward_local(self, module, cache, batch, *, spec, opts):
+        """1. localise the batch  2. embed  3. layers  4. final norm  5. head on the asked tokens."""
+        cfg = self.cfg
+        step = step_here(batch, opts.page_size)
+        rope = rope_table(cfg.rope, cfg.qk_rope_head_dim, step.positions)
+        x = embed(batch.tokens, module.embed[...])
+        record = _Record(step)
+        selection = None
+        for i in range(cfg.num_hidden_layers):
+            with jax.named_scope(f"layer{i}"):
+                x, cache, selection, experts = module.layers[str(i)](
+                    x,
+                    cache,
+                    selection,
+                    layer=i,
+                    ordinal=cfg.index_ordinal(i),
+                    rope=rope,
+                    spec=spec,
+                    step=step,
+                    opts=opts,
+                )
+            record.add(i, selection if cfg.is_full(i) else None, experts)
+        hidden = rms_norm(x, module.norm[...], cfg.rms_norm_eps)
+        return self._output(module, hidden, batch, record, opts), cache
+
+    def _mtp_local(self, module, cache, batch, hidden, *, spec, opts):
+        """1. localise  2. combine embedding and hidden state  3. the layer  4. its norm and head."""
+        cfg = self.cfg
+        step = step_here(batch, opts.page_size)
+        rope = rope_table(cfg.rope, cfg.qk_rope_head_dim, step.positions)
+        record = _Record(step)
+        result = module.mtp(
+            embed(batch.tokens, module.embed[...]),
+            hidden,
+            cache,
+            layer=cfg.num_hidden_layers,
+            ordinal=len(cfg.full_layers),
+            rope=rope,
+            spec=spec,
+            step=step,
+            opts=opts,
+        )
+        record.add(cfg.num_hidden_layers, result.selection, result.experts)
+        return self._output(module, result.x, batch, record, opts), result.cache
+
+    def _output(self, module, hidden, batch, record, opts) -> StepOutput:
+        last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
+        final = jnp.take_along_axis(hidden, last, axis=1)
+        head, vocab = module.lm_head[...], self.cfg.vocab_size
+        if opts.logits == "all":
+            logits = local_logits(hidden, head, vocab)
+            final_logits = jnp.take_along_axis(logits, last, axis=1)
+        else:
+            logits = final_logits = local_logits(final, head, vocab)
+        return StepOutput(
+            next_tokens=argmax_token(final_logits[:, 0]),
+            certified=record.certified(),
+            logits=None if opts.logits == "none" else logits,
+            hidden=hidden if opts.return_hidden else None,
+            explanation=record.explanation(opts) if opts.explain else None,
+        )
+
+
+class _Record:
+    """Collects each layer's selection and experts while the step is traced."""
+
+    def __init__(self, step: DcpStep):
+        self.step = step
+        self.selections: dict[int, Selection] = {}
+        self.experts: dict[int, Array] = {}
+
+    def add(self, layer: int, selection: Selection | None, experts: Array | None) -> None:
+        if selection is not None:
+            self.selections[layer] = selection
+        if experts is not None:
+            self.experts[layer] = experts
+
+    def certified(self) -> Bool[Array, " B"]:
+        """A row holds if every valid token of it does in every full layer."""
+        rows = [jnp.all(s.certified | ~self.step.valid, axis=1) for s in self.selections.values()]
+        return jnp.all(jnp.stack(rows), axis=0)
+
+    def explanation(self, opts: StepOptions) -> Explanation:
+        """This rank's share of every selection, as positions."""
+        ranks = jax.lax.axis_size(DCP)
+        positions, counts = {}, {}
+        for layer, selection in self.selections.items():
+            real = jnp.arange(selection.index.shape[-1]) < selection.counts[..., None]
+            if opts.path is PrefillPath.GATHERED and ranks > 1:
+                place = selection.index
+                real &= layout.owner(place, ranks) == self.step.rank
+            else:
+                place = layout.position_of(selection.index, self.step.rank, ranks)
+            positions[layer] = jnp.where(real, place, -1)[None]
+            counts[layer] = jnp.sum(real, axis=-1, dtype=jnp.int32)[None]
+        return Explanation(positions, counts, self.experts)
