@@ -1,0 +1,1 @@
+"""What tests and notebooks need to make inputs: random checkpoints."""
