@@ -1,4 +1,4 @@
-"""Bounded memory for the XLA implementations: block sizes from static shapes, and loops over blocks.
+"""Bounded memory for the XLA implementations: block sizes from static shapes, loops over blocks.
 
 When one block holds everything there is no loop at all, so that a decode step doesn't pay for one.
 """
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# What the intermediate arrays of one block may take. Large enough for the matmuls of a block to be efficient,
-# small beside any pool.
+# What the intermediate arrays of one block may take. Large enough for the matmuls of a block to be
+# efficient, small beside any pool.
 BUDGET_BYTES = 64 * 2**20
 
 
@@ -25,10 +25,10 @@ def block_size(n: int, bytes_per_item: int, budget: int = BUDGET_BYTES) -> int:
 
 
 def map_blocks(fn: Callable[..., Any], args: tuple, *, axis: int, block: int) -> Any:
-    """`fn(*args)`, evaluated on blocks of `axis` of every leaf of args and put together along `axis`.
+    """`fn(*args)`, evaluated block by block along `axis` of every leaf and put together again.
 
-    The last block starts early rather than run over the end, so nothing is padded: rows that two blocks hold are
-    computed twice and the later value is dropped.
+    The last block starts early rather than run over the end, so nothing is padded: rows that two
+    blocks hold are computed twice and the later value is dropped.
     """
     n = jax.tree.leaves(args)[0].shape[axis]
     if block >= n:

@@ -1,6 +1,7 @@
 """Choice of an op's implementation.
 
-An implementation is a plain function; it raises `NotImplementedError` to say "not for these inputs on this device".
+An implementation is a plain function; it raises `NotImplementedError` to say "not for these inputs
+on this device".
 """
 
 import logging
@@ -18,8 +19,8 @@ def pick(
 ) -> Callable[..., Any]:
     """The function to call for `implementation`.
 
-    None gives a function that tries the members of `table` in the order of `IMPLEMENTATIONS` and returns the first
-    answer that is not a `NotImplementedError`.
+    None gives a function that tries the members of `table` in the order of `IMPLEMENTATIONS` and
+    returns the first answer that is not a `NotImplementedError`.
 
     Raises:
         ValueError: `implementation` is no known name.

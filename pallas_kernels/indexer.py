@@ -72,7 +72,7 @@ def index_topk(
     implementation: str | None = None,
     budget: int = BUDGET_BYTES,
 ) -> Candidates:
-    """`local_topk` of `index_scores`, in blocks of queries: the scores never exist whole when they are large."""
+    """`local_topk` of `index_scores`, in blocks of queries: large scores never exist whole."""
     _check(q, k_pool)
     return pick("index_topk", implementation, {"xla": _index_topk_xla})(
         q,
@@ -91,8 +91,8 @@ def index_topk(
 def _check(q, k_pool):
     if (q.dtype == jnp.uint8) != (k_pool.dtype == jnp.uint8):
         raise ValueError(
-            f"index queries are {q.dtype} and index keys {k_pool.dtype}: e4m3 bytes meet only e4m3 bytes; "
-            "quantise both or neither."
+            f"index queries are {q.dtype} and index keys {k_pool.dtype}: "
+            "e4m3 bytes meet only e4m3 bytes; quantise both or neither."
         )
 
 
@@ -130,7 +130,8 @@ def _index_scores_xla(
     q, weights, k_pool, k_scale, page_table, lengths, *, page_size, base_row, budget
 ):
     batch, tokens, heads, dim = q.shape
-    # Per key: the gathered row in its own and in the compute dtype, and the scores of all heads of all queries.
+    # Per key: the gathered row in its own and in the compute dtype, and the scores of all heads of
+    # all queries.
     per_key = dim * 8 + 8
     queries_fitting = max(1, budget // (batch * _MIN_KEYS) - per_key) // (heads * 8)
     token_block = block_size(tokens, 1, max(1, queries_fitting))
@@ -150,7 +151,7 @@ def _index_scores_xla(
 
 
 def _score_pages(q, weights, k_pool, k_scale, page_table, lengths, page_size, base_row, page_block):
-    """Scores of one block of queries, in chunks of `page_block` pages; chunks beyond every length are not computed."""
+    """Scores of one block of queries, in chunks of pages; those beyond every length are skipped."""
     batch, n_pages = page_table.shape
     n_keys, chunk = n_pages * page_size, page_block * page_size
 
@@ -168,13 +169,15 @@ def _score_pages(q, weights, k_pool, k_scale, page_table, lengths, page_size, ba
         return score(page_table, 0)
 
     def step(i, scores):
-        # The last chunk starts early rather than run over the end; its first keys are computed twice.
+        # The last chunk starts early rather than run over the end; its first keys are computed
+        # twice.
         page = jnp.minimum(i * page_block, n_pages - page_block)
         pages = lax.dynamic_slice_in_dim(page_table, page, page_block, axis=1)
         first_key = page * page_size
         return lax.dynamic_update_slice_in_dim(scores, score(pages, first_key), first_key, axis=2)
 
-    # The first chunk stands before the loop so that the carry has its type (varying over mesh axes in a shard_map).
+    # The first chunk stands before the loop so that the carry has its type (varying over mesh axes
+    # in a shard_map).
     first = score(page_table[:, :page_block], 0)
     scores = jnp.pad(first, ((0, 0), (0, 0), (0, n_keys - chunk)), constant_values=-jnp.inf)
     longest = jnp.clip(jnp.max(lengths), 0, n_keys)

@@ -1,7 +1,8 @@
 """Rows of the two caches: quantisation, writing, and the published byte formats.
 
-Pools are structs of arrays with e4m3 kept as uint8: XLA on CPU up-converts an e4m3 array whole, so bytes become
-e4m3 only per gathered tile. The 656-byte latent row and the paged 132-byte index row exist for interchange only.
+Pools are structs of arrays with e4m3 kept as uint8: XLA on CPU up-converts an e4m3 array whole, so
+bytes become e4m3 only per gathered tile. The 656-byte latent row and the paged 132-byte index row
+exist for interchange only.
 """
 
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ def e4m3_from_bytes(x: UInt8[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 def act_quant(
     x: Float[Array, "*rows D"], *, block: int = BLOCK, ue8m0: bool
 ) -> tuple[UInt8[Array, "*rows D"], Float[Array, "*rows blocks"]]:
-    """Dynamic 1 x block quantisation to e4m3 bytes: scale = max(amax, 1e-4) * (1/448), with `ue8m0` up to 2^n."""
+    """Dynamic 1 x block quantisation to e4m3 bytes: scale = max(amax, 1e-4) * (1/448).
+
+    With `ue8m0` the scale is rounded up to a power of two.
+    """
     blocks = _blocks(x, block)
     scale = jnp.maximum(_amax(blocks), _MIN_AMAX) * np.float32(1 / E4M3_MAX)
     if ue8m0:
@@ -35,7 +39,7 @@ def act_quant(
 def quantize_latent(
     x: Float[Array, "*rows C"],
 ) -> tuple[UInt8[Array, "*rows C"], Float[Array, "*rows tiles"]]:
-    """A latent row in 1x128 tiles with scale = amax / 448, neither clamped from below nor a power of two."""
+    """A latent row in 1x128 tiles: scale = amax / 448, not clamped from below, no power of two."""
     blocks = _blocks(x, BLOCK)
     scale = _divide(_amax(blocks), jnp.float32(E4M3_MAX))
     return _to_bytes(blocks, scale, x.shape), scale
@@ -47,8 +51,8 @@ def quantize_index(
     """An index key or query: one ue8m0 scale for the whole row."""
     if x.shape[-1] > BLOCK:
         raise ValueError(
-            f"index_head_dim={x.shape[-1]} has more than one block of {BLOCK}, but an index row has one scale; "
-            f"use index_head_dim <= {BLOCK} or an unquantised index cache."
+            f"index_head_dim={x.shape[-1]} has more than one block of {BLOCK}, but an index "
+            f"row has one scale; use index_head_dim <= {BLOCK} or an unquantised index cache."
         )
     values, scale = act_quant(x, block=x.shape[-1], ue8m0=True)
     return values, scale[..., 0]
@@ -77,7 +81,7 @@ def hadamard(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 def write_rows(
     pool: Shaped[Array, "M *row"], values: Shaped[Array, "..."], rows: Int32[Array, "..."]
 ) -> Shaped[Array, "M *row"]:
-    """The pool with `values` at `rows`, in place when donated. Row M means "not mine"; so does a negative row."""
+    """The pool with `values` at `rows`, in place when donated; row M or below 0 is "not mine"."""
     # An index of -1 would wrap to the last row even with mode="drop".
     rows = jnp.where(rows < 0, pool.shape[0], rows)
     return pool.at[rows].set(values.astype(pool.dtype), mode="drop")
@@ -133,8 +137,9 @@ def _blocks(x, block):
 
 
 def _divide(a, b):
-    # XLA turns the division by a broadcast value into a product with its reciprocal, which differs in the last bit
-    # (half of the scales, and now and then a byte): behind the barrier the divisor is an array of its own.
+    # XLA turns the division by a broadcast value into a product with its reciprocal, which differs
+    # in the last bit (half of the scales, and now and then a byte): behind the barrier the divisor
+    # is an array of its own.
     return jnp.divide(*lax.optimization_barrier((a, jnp.broadcast_to(b, a.shape))))
 
 

@@ -1,7 +1,8 @@
 """Merge of partial attentions (out, lse): float32, natural logarithm.
 
-(0, -inf) is the identity. A partial with lse = -inf is empty, and so is one with +inf (FlashMLA marks a query
-without keys so); an empty partial is left out by selection, because its out may be NaN. All empty: (0, -inf).
+(0, -inf) is the identity. A partial with lse = -inf is empty, and so is one with +inf (FlashMLA
+marks a query without keys so); an empty partial is left out by selection, because its out may be
+NaN. All empty: (0, -inf).
 """
 
 import jax

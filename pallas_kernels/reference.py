@@ -1,4 +1,4 @@
-"""Exact float32 twins of every op, written for reading: no blocking, no budget, nothing shared with the ops.
+"""Exact float32 twins of every op, written for reading: no blocking, nothing shared with the ops.
 
 They are the only truth for tests: arguments and results as in the op of the same name.
 """
@@ -10,7 +10,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def as_float32(x, scale=None):
-    """Any cache array as float32 values: e4m3 bytes are read as such, and a scale holds for 128 values."""
+    """Any cache array as float32: bytes are e4m3, and a scale holds for 128 values."""
     if x.dtype == jnp.uint8:
         x = jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
     x = x.astype(jnp.float32)
@@ -51,7 +51,7 @@ def local_topk(scores, lengths, k):
 
 
 def selected_positions(scores, n_visible, k):
-    """Mask of the global best k among the first n_visible of scores in position order: what DCP has to select."""
+    """Mask of the best k of the first n_visible scores in position order: what DCP must select."""
     n_keys = scores.shape[-1]
     order = total_order(scores, jnp.arange(n_keys) < n_visible[..., None])
     place = jnp.argsort(order, axis=-1)

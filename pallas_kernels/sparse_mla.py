@@ -1,7 +1,8 @@
-"""Sparse MLA in the absorbed form over this rank's own selected rows, returning a partial (out, lse).
+"""Sparse MLA, absorbed, over this rank's own selected rows, returning a partial (out, lse).
 
 The latent of a row is both key and value; k_pe is one rotary key shared by all heads:
-    s_k = scale * (q_latent . latent_k + q_pe . k_pe_k),   out = sum_k softmax(s)_k latent_k,   lse = ln sum_k e^(s_k).
+    s_k = scale * (q_latent . latent_k + q_pe . k_pe_k)
+    out = sum_k softmax(s)_k latent_k,   lse = ln sum_k e^(s_k)
 A query with no row gives (0, -inf), the identity of the merge in `lse_merge`.
 """
 
@@ -18,7 +19,7 @@ from pallas_kernels.kv_layout import dequantize
 
 
 class LatentPool(NamedTuple):
-    """One rank's latent cache, flat over layers: f32 or bf16 rows (scale None), or e4m3 bytes with 1x128 scales."""
+    """One rank's latent cache: float rows (scale None), or e4m3 bytes with 1x128 scales."""
 
     latent: Float[Array, "M C"] | UInt8[Array, "M C"]
     scale: Float[Array, "M tiles"] | None
@@ -42,8 +43,10 @@ def sparse_mla(
     Args:
         q_latent: queries projected into the latent space.
         q_pe: rotary part of the queries.
-        pool: this rank's cache; a row read must have been written, the others may hold anything, NaN included.
-        rows: pool rows per query, relative to `base_row`; entries at or after the count may be anything.
+        pool: this rank's cache; a row read must have been written, the others may hold anything,
+            NaN included.
+        rows: pool rows per query, relative to `base_row`; entries at or after the count may be
+            anything.
         counts: rows that exist, per query.
         scale: the softmax scale.
         base_row: first row of the layer's region in the pool.
@@ -52,8 +55,8 @@ def sparse_mla(
     """
     if (pool.latent.dtype == jnp.uint8) != (pool.scale is not None):
         raise ValueError(
-            f"pool.latent is {pool.latent.dtype} and pool.scale is {pool.scale}: e4m3 bytes need scales, "
-            "other dtypes have none; pass a matching pair."
+            f"pool.latent is {pool.latent.dtype} and pool.scale is {'missing' if pool.scale is None else 'given'}: "
+            "e4m3 bytes need scales, other dtypes have none; pass a matching pair."
         )
     return pick("sparse_mla", implementation, {"xla": _sparse_mla_xla})(
         q_latent, q_pe, pool, rows, counts, scale=scale, base_row=base_row, budget=budget

@@ -1,10 +1,12 @@
 """Exact global top-k over the ranks' keys, by one total order.
 
-The order: score descending (NaN counts as -inf, -0.0 as +0.0), then position ascending; what is not visible sorts
-below every visible key, a visible -inf included. Each rank sends its best C candidates, sorted; a rank's selected
-keys are then always a *prefix* of its own list, so the merge only has to say how long the prefix is.
+The order: score descending (NaN counts as -inf, -0.0 as +0.0), then position ascending; what is not
+visible sorts below every visible key, a visible -inf included. Each rank sends its best C
+candidates, sorted; a rank's selected keys are then always a *prefix* of its own list, so the merge
+only has to say how long the prefix is.
 
-Steps of the exchange: `local_topk` -> `pack_candidates` -> all-gather -> `unpack_candidates` -> `merge_candidates`.
+Steps of the exchange: `local_topk` -> `pack_candidates` -> all-gather -> `unpack_candidates` ->
+`merge_candidates`.
 """
 
 import math
@@ -24,14 +26,14 @@ _SIGN = 0x80000000
 
 
 class Candidates(NamedTuple):
-    """A rank's best keys, sorted in the total order; entries beyond the visible keys have key 0 and index 0."""
+    """A rank's best keys, sorted in the total order; entries beyond the visible are (0, 0)."""
 
     keys: UInt32[Array, "*rows C"]
     index: Int32[Array, "*rows C"]
 
 
 class Merge(NamedTuple):
-    """`count`: how many of my own sorted candidates are selected; `certified`: the selection is exact."""
+    """How many of my own sorted candidates are selected, and whether the selection is exact."""
 
     count: Int32[Array, "*rows"]
     certified: Bool[Array, "*rows"]
@@ -47,7 +49,7 @@ def score_keys(scores: Float[Array, "*rows S"]) -> UInt32[Array, "*rows S"]:
 
 
 def candidate_capacity(k: int, dcp_size: int) -> int:
-    """Candidates per rank in the pruned exchange: the mean k/W plus 8 standard deviations of an even spread."""
+    """Candidates per rank in the pruned exchange: k/W plus 8 sigma of an even spread."""
     if k < 1 or dcp_size < 1:
         raise ValueError(f"candidate_capacity needs k={k} >= 1 and dcp_size={dcp_size} >= 1.")
     sigma = math.sqrt(k * (dcp_size - 1)) / dcp_size
@@ -61,7 +63,7 @@ def local_topk(
     *,
     implementation: str | None = None,
 ) -> Candidates:
-    """The best k of the first `lengths` scores of each row, ties to the lowest index; padded when k > S."""
+    """The best k of the first `lengths` scores of each row, ties to the lowest index."""
     return pick("local_topk", implementation, {"xla": _local_topk_xla})(scores, lengths, k)
 
 
@@ -69,7 +71,8 @@ def _local_topk_xla(scores, lengths, k):
     n_keys = scores.shape[-1]
     kept = min(k, n_keys)
     with jax.named_scope("local_topk"):
-        # On the integer keys top_k is a stable sort on every backend, and padding (0) can't tie with a visible key.
+        # On the integer keys top_k is a stable sort on every backend, and padding (0) can't tie
+        # with a visible key.
         visible = jnp.arange(n_keys, dtype=jnp.int32) < lengths[..., None]
         keys, index = lax.top_k(jnp.where(visible, score_keys(scores), PADDING_KEY), kept)
         index = jnp.where(keys == PADDING_KEY, 0, index.astype(jnp.int32))
@@ -82,7 +85,10 @@ def _local_topk_xla(scores, lengths, k):
 def pack_candidates(
     candidates: Candidates, *, wide: bool
 ) -> UInt16[Array, "*rows N"] | UInt32[Array, "*rows N"]:
-    """One buffer for the exchange: u16 [.., 3C], or u32 [.., 2C] when `wide` (a rank holds more than 65,536 keys)."""
+    """One buffer for the exchange: u16 [.., 3C], or u32 [.., 2C] when `wide`.
+
+    Wide is for ranks that hold more than 65,536 keys: a u16 holds the index else.
+    """
     keys, index = candidates
     if wide:
         return jnp.concatenate([keys, index.astype(jnp.uint32)], axis=-1)
@@ -114,12 +120,14 @@ def merge_candidates(
 ) -> Merge:
     """How many of `rank`'s own candidates are among the global best k, and whether that is certain.
 
-    The cutoff is the k-th pair (key, position) of all candidates in the total order, so mine are selected iff they
-    stand at or before it. Certified iff every rank either sent all it sees (n_visible_r <= C) or its last candidate
-    stands at or after the cutoff: then nothing unsent can be selected. C = k always is.
+    The cutoff is the k-th pair (key, position) of all candidates in the total order, so mine are
+    selected iff they stand at or before it. Certified iff every rank either sent all it sees
+    (n_visible_r <= C) or its last candidate stands at or after the cutoff: then nothing unsent can
+    be selected. C = k always is.
 
     Args:
-        keys: every rank's candidates, sorted; `index` are local indices, position = index * W + owner.
+        keys: every rank's candidates, sorted; `index` are local indices, position = index * W +
+            owner.
         index: see keys.
         n_visible: visible keys of the whole sequence (global).
         rank: mine.
@@ -154,7 +162,8 @@ def _merge_candidates_xla(keys, index, n_visible, rank, *, k, budget):
         return Merge(count, jnp.all((n_local <= n_sent) | at_or_after, axis=-1))
 
     with jax.named_scope("merge_candidates"):
-        flat = tuple(jnp.moveaxis(x, 0, -2).reshape(-1, n_ranks, n_sent) for x in (keys, index)) + (
+        flat = (
+            *(jnp.moveaxis(x, 0, -2).reshape(-1, n_ranks, n_sent) for x in (keys, index)),
             n_visible.reshape(-1),
         )
         # Per row: position, and operands and results of the sort.
@@ -164,7 +173,7 @@ def _merge_candidates_xla(keys, index, n_visible, rank, *, k, budget):
 
 
 def _cutoff(keys, position, k):
-    """The k-th pair of each row; (0, any) when there are fewer than k, so that everything visible is selected."""
+    """The k-th pair of each row; key 0 if there are fewer, so that all visible are selected."""
     n, total = keys.shape[0], keys.shape[1] * keys.shape[2]
     if k > total:
         return jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.int32)
