@@ -9,9 +9,9 @@ No jax here: a config is read before a backend exists.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from os import PathLike
-from typing import Any, Self
+from typing import Any
 
 from dcp_jax import hf_config
 
@@ -100,26 +100,27 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     dtype: str = "float32"
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        _refuse(list(_problems(self)))
+        # what counts with the sizes comes after they are known to be sizes
+        _refuse(_wrong_sizes(vars(self)) or list(_problems(self)))
 
     @classmethod
-    def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> Self:
+    def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> "ModelConfig":
         """Read a checkpoint directory's `config.json`, or the dict that it holds."""
         values, problems = hf_config.resolve(source)
         if "rope" in values:
             values["rope"] = RopeConfig(**values["rope"])
         resolved = {"rope", "indexer_types", "mlp_layer_types"}  # these say themselves what lacks
         missing = [
-            field.name
-            for field in fields(cls)
-            if field.default is MISSING and field.name not in {*values, *resolved}
+            f.name
+            for f in fields(cls)
+            if f.default is MISSING and f.name not in {*values, *resolved}
         ]
         if missing:
             problems.append(f"required fields are missing or null: {', '.join(missing)}")
-        _refuse(problems)
+        _refuse(problems + _wrong_sizes(values))
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     @property
@@ -161,13 +162,16 @@ def _refuse(problems: list[str]) -> None:
         raise ValueError(f"this model config cannot be used: {'; '.join(problems)}.")
 
 
+def _wrong_sizes(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}={values[name]!r} is no positive integer: correct it"
+        for name in _POSITIVE
+        if name in values and (type(values[name]) is not int or values[name] < 1)
+    ]
+
+
 def _problems(c: ModelConfig) -> Iterator[str]:
     """Everything that makes a config unusable, one clause each."""
-    wrong = [name for name in _POSITIVE if not _is_int(getattr(c, name), at_least=1)]
-    for name in wrong:
-        yield f"{name}={getattr(c, name)!r} is no positive integer: correct it"
-    if wrong:  # the checks below count with these
-        return
     yield from _layer_problems(c)
     yield from _router_problems(c)
     if c.qk_rope_head_dim % 2:
@@ -238,7 +242,3 @@ def _router_problems(c: ModelConfig) -> Iterator[str]:
             f"num_experts_per_tok={c.num_experts_per_tok} exceeds the {c.topk_group * per_group} "
             f"experts of topk_group={c.topk_group} groups: use fewer experts or more groups"
         )
-
-
-def _is_int(value: Any, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

@@ -50,6 +50,7 @@ _ALIASES = {
     "quantization": ("quantization_config",),
 }
 
+_FLOATS = ("routed_scaling_factor", "rms_norm_eps", "latent_norm_eps")  # JSON may say 1 for 1.0
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -69,6 +70,7 @@ def resolve(
         for alias in aliases:
             if alias in values:
                 values.setdefault(name, values[alias])
+    values |= {key: float(values[key]) for key in _FLOATS if key in values}
     problems = _unsupported(values)
     values.setdefault("indexer_rope_interleave", values["model_type"] == "glm_moe_dsa")
     eos = values.get("eos_token_id", ())
@@ -150,7 +152,7 @@ def _rope(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | No
     if "rope_theta" not in given:
         problems.append("rope_theta is missing, at the top level and in rope_parameters: add it")
         return None
-    rope = {"rope_type": rope_type, "rope_theta": given["rope_theta"]}
+    rope = {"rope_type": rope_type, "rope_theta": float(given["rope_theta"])}
     if given.get("partial_rotary_factor", 1) != 1:
         problems.append(
             f"partial_rotary_factor={given['partial_rotary_factor']} is not implemented: RoPE "
@@ -173,7 +175,8 @@ def _yarn(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
         problems.append("rope_type='yarn' has only one of mscale and mscale_all_dim: give both")
     # A zero stands for "not given", as in the reference.
-    return {key: given[key] for key in (*required, *_YARN_OPTIONS) if given.get(key)}
+    yarn = {key: float(given[key]) for key in ("factor", *_YARN_OPTIONS) if given.get(key)}
+    return yarn | {key: given[key] for key in required[1:] if key in given}
 
 
 def _indexer_types(values: Mapping[str, Any], problems: list[str]) -> tuple[str, ...] | None:

@@ -1,0 +1,30 @@
+# `make demo` and `make test` set up .venv themselves; a second run installs nothing.
+# A Python of your choice: make PYTHON=/path/to/python3.13 demo
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+READY := .venv/ready
+
+demo: $(READY)
+	$(BIN)/dcp-jax demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+$(READY): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(sh .ci/find-python) || exit 1; \
+	echo "setting up .venv with $$python"; \
+	"$$python" -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" -c constraints.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
