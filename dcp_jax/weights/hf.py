@@ -10,43 +10,25 @@ Invariant: a value outside the checkpoint's own range (padding of heads, interme
 vocabulary) is zero.
 """
 
-import logging
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from dcp_jax.config import ModelConfig
+from dcp_jax.layers.param import ParamDef
 from dcp_jax.weights.mapping import Source, is_ignorable, sources
 from dcp_jax.weights.safetensors_file import Checkpoint
-
-logger = logging.getLogger(__name__)
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
 _NAMES_SHOWN = 20
 
-
-class ParamSpec(Protocol):
-    """What loading needs to know of a parameter (`layers.param.ParamDef` is one)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape, padded."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype in memory."""
-        ...
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Mesh axes per axis."""
-        ...
+_Bounds = tuple[tuple[int, int], ...]
 
 
 def load_hf(
@@ -133,16 +115,14 @@ def check_checkpoint(
         )
 
 
-def check_defs(
-    defs: Mapping[str, ParamSpec], logical_shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def check_defs(defs: Mapping[str, ParamDef], logical_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a ValueError unless `defs` are these parameters, padded on sharded axes at most."""
     odd = sorted(set(defs) ^ set(logical_shapes))
     if odd:
         raise ValueError(_listing("parameters that only one of model and weights has", odd))
     wrong = []
     for name, logical in logical_shapes.items():
-        shape, spec = tuple(defs[name].shape), tuple(defs[name].spec)
+        shape, spec = defs[name].shape, tuple(defs[name].spec)
         sharded = [axis is not None for axis in spec] + [False] * (len(shape) - len(spec))
         fits = len(shape) == len(logical) and all(
             have == want or (have > want and may_pad)
@@ -176,25 +156,22 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_param(
-    checkpoint: Checkpoint, source: Source, spec: ParamSpec, mesh: Mesh, bar: tqdm
+    checkpoint: Checkpoint, source: Source, spec: ParamDef, mesh: Mesh, bar: tqdm
 ) -> jax.Array:
     """One parameter on the mesh; replicas of a shard share one host copy, freed on return."""
-    host: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-    shape = tuple(spec.shape)
+    host: dict[_Bounds, np.ndarray] = {}
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        bounds = _bounds(index, spec.shape)
         if bounds not in host:
             host[bounds] = _read_shard(checkpoint, source, bounds, spec.dtype)
             bar.update(host[bounds].nbytes)
         return host[bounds]
 
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec.spec), shard)
+    return jax.make_array_from_callback(spec.shape, NamedSharding(mesh, spec.spec), shard)
 
 
-def _read_shard(
-    checkpoint: Checkpoint, source: Source, bounds: tuple[tuple[int, int], ...], dtype: Any
-) -> np.ndarray:
+def _read_shard(checkpoint: Checkpoint, source: Source, bounds: _Bounds, dtype: Any) -> np.ndarray:
     """`padded_parameter[bounds]`: the checkpoint's values, zeros outside their range."""
     out = np.zeros([stop - start for start, stop in bounds], dtype)
     box = [slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, source.shape, strict=True)]
@@ -204,17 +181,18 @@ def _read_shard(
     return out
 
 
-def _local_bytes(spec: ParamSpec, mesh: Mesh) -> int:
+def _local_bytes(spec: ParamDef, mesh: Mesh) -> int:
     """Bytes of the distinct shards of a parameter on this process's devices."""
-    shape = tuple(spec.shape)
     sharding = NamedSharding(mesh, spec.spec)
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    distinct = {
-        tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
-        for index in indices
-    }
-    size = int(np.prod(sharding.shard_shape(shape)))
+    indices = sharding.addressable_devices_indices_map(spec.shape).values()
+    distinct = {_bounds(index, spec.shape) for index in indices}
+    size = math.prod(sharding.shard_shape(spec.shape))
     return len(distinct) * size * np.dtype(spec.dtype).itemsize
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
+    """(start, stop) of every axis of a device's shard."""
+    return tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
 
 
 def _listing(what: str, names: list[str]) -> str:

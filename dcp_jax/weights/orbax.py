@@ -26,6 +26,9 @@ from dcp_jax.weights.hf import check_defs, flatten, unflatten
 from dcp_jax.weights.mapping import sources
 
 PARAMS_DIRECTORY = "params"
+# A chunk is the least that a restoring device reads: without a bound, a whole array saved at tp=1.
+_CHUNK_BYTES = 64 * 2**20
+
 _CONFIG_FILE = "config.json"
 _COMPANIONS = (
     "generation_config.json",
@@ -39,7 +42,7 @@ _COMPANIONS = (
 def is_orbax(path: str | PathLike[str]) -> bool:
     """Whether `path` is a directory that `save_orbax` wrote."""
     params = Path(path) / PARAMS_DIRECTORY
-    return params.is_dir() and ocp.is_orbax_checkpoint(params.absolute())
+    return params.is_dir() and ocp.is_orbax_checkpoint(str(params.absolute()))
 
 
 def save_orbax(
@@ -61,8 +64,10 @@ def save_orbax(
     path = Path(path).absolute()
     if (path / PARAMS_DIRECTORY).exists():
         raise ValueError(f"{path} already holds an Orbax checkpoint; save to another directory")
-    source = None if isinstance(config, Mapping) else Path(config)
-    raw = config if source is None else _read_config(source)
+    if isinstance(config, Mapping):
+        source, raw = None, dict(config)
+    else:
+        source, raw = Path(config), _read_config(Path(config))
     cfg = ModelConfig.from_hf(raw)
     flat = dict(flatten(params))
     table = sources(cfg, with_mtp="mtp" in params)
@@ -71,9 +76,12 @@ def save_orbax(
         {name: source.shape for name, source in table.items()},
     )
     path.mkdir(parents=True, exist_ok=True)
-    ocp.save(path / PARAMS_DIRECTORY, unflatten(flat))
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    with context:
+        ocp.save(str(path / PARAMS_DIRECTORY), unflatten(flat))
     if jax.process_index() == 0:
-        (path / _CONFIG_FILE).write_text(json.dumps(dict(raw), indent=1), encoding="utf-8")
+        (path / _CONFIG_FILE).write_text(json.dumps(raw, indent=1), encoding="utf-8")
         for name in _COMPANIONS:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, path / name)
@@ -98,20 +106,18 @@ def load_orbax(path: str | PathLike[str], defs: Mapping[str, Any], mesh: Mesh) -
     table = sources(cfg, with_mtp="mtp" in defs)
     logical = {name: source.shape for name, source in table.items()}
     check_defs(flat, logical)
-    stored = dict(flatten(ocp.metadata(path / PARAMS_DIRECTORY).metadata))
+    stored = dict(flatten(ocp.metadata(str(path / PARAMS_DIRECTORY)).metadata))
     unwanted = {name for name in stored if name.startswith("mtp/") and "mtp" not in defs}
     _check_extents({n: leaf.shape for n, leaf in stored.items() if n not in unwanted}, logical)
     target: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(
-            tuple(spec.shape), spec.dtype, sharding=NamedSharding(mesh, spec.spec)
-        )
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, spec.spec))
         for name, spec in flat.items()
     }
     target.update(dict.fromkeys(unwanted, ocp.PLACEHOLDER))
     context = ocp.Context()
     context.array.loading.enable_padding_and_truncation = True
     with context:
-        restored = dict(flatten(ocp.load(path / PARAMS_DIRECTORY, unflatten(target))))
+        restored = dict(flatten(ocp.load(str(path / PARAMS_DIRECTORY), unflatten(target))))
     return unflatten({name: restored[name] for name in flat})
 
 

@@ -69,7 +69,7 @@ class TensorFile:
     def __post_init__(self) -> None:
         """Parses and checks the header; maps the file without reading its data."""
         self.tensors = _read_header(self.path)
-        self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
+        self._map = np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)
 
     def read(
         self,
@@ -86,7 +86,7 @@ class TensorFile:
         """
         info = self.tensors[name]
         data = self._map[info.begin : info.end].view(_DTYPES[info.dtype])
-        part = data.reshape(info.shape if view_shape is None else view_shape)[index]
+        part = data.reshape(info.shape if view_shape is None else view_shape)[(*index, ...)]
         self.bytes_read += part.nbytes
         return part
 

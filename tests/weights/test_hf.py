@@ -14,13 +14,14 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import load_file, save_file
 
 from dcp_jax.config import ModelConfig
+from dcp_jax.mesh import make_mesh
 from dcp_jax.testing.checkpoints import random_tensors, write_random_checkpoint
 from dcp_jax.weights import hf
 from dcp_jax.weights.hf import flatten, load_hf
 from dcp_jax.weights.mapping import sources
 from dcp_jax.weights.safetensors_file import SINGLE_FILE, Checkpoint
 
-from .conftest import GOLDEN, make_defs, make_mesh
+from .conftest import GOLDEN, make_defs
 
 CASES = ("p1_dsv32_basic", "p2_dsv32_yarn_groups_pad", "p3_glm_indexshare", "p4_glm_mtp_bf16")
 

@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 
 from dcp_jax.config import ModelConfig
+from dcp_jax.mesh import make_mesh
 from dcp_jax.testing.checkpoints import write_random_checkpoint
 from dcp_jax.weights.hf import flatten, load_hf
 from dcp_jax.weights.orbax import is_orbax, load_orbax, save_orbax
 
-from .conftest import make_defs, make_mesh
+from .conftest import make_defs
 
 
 def _params(directory: Path, tp: int, dtype: Any = np.float32) -> dict[str, Any]:
@@ -30,7 +31,9 @@ def checkpoint(tmp_path: Path, tiny_config: dict[str, Any]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("source_tp", "targets"), [(2, [(8, 8), (3, 3)]), (8, [(1, 1), (3, 1)])])
+@pytest.mark.parametrize(
+    ("source_tp", "targets"), [(2, [(8, 8), (3, 3)]), (3, [(8, 4)]), (8, [(1, 1), (3, 1)])]
+)
 def test_restored_on_another_mesh_as_if_loaded_there(
     tmp_path: Path, checkpoint: Path, source_tp: int, targets: list[tuple[int, int]]
 ):
