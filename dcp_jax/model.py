@@ -85,9 +85,9 @@ class StepOutput:
     explanation: Explanation | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model on a mesh: static, hashable by identity of its parts; holds no array.
+    """A model on a mesh: static, hashed by identity; holds no array.
 
     Attributes:
         cfg: the model's configuration.

@@ -24,7 +24,10 @@ def axis_size(axis: str | tuple[str, ...]) -> int:
 
 def tp_sum(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Sum of row-parallel partial products over the whole tensor-parallel group."""
-    return x if axis_size(TP) == 1 else jax.lax.psum(x, TP)
+    if axis_size(TP) == 1:
+        return x
+    with jax.named_scope("exchange.tp_sum"):
+        return jax.lax.psum(x, TP)
 
 
 def tp_rank() -> Array:
@@ -36,7 +39,8 @@ def gather_heads(q: Shaped[Array, "B T H D"]) -> Shaped[Array, "B T WH D"]:
     """Queries of every head of the DCP group. Payload n*H*(kv_lora_rank + rope dim)*itemsize."""
     if axis_size(DCP) == 1:
         return q
-    return jax.lax.all_gather(q, DCP, axis=2, tiled=True)
+    with jax.named_scope("exchange.q"):
+        return jax.lax.all_gather(q, DCP, axis=2, tiled=True)
 
 
 def gather_candidates(candidates: Candidates, *, wide: bool) -> Candidates:
@@ -46,17 +50,20 @@ def gather_candidates(candidates: Candidates, *, wide: bool) -> Candidates:
     65,537 keys a rank on.
     """
     packed = pack_candidates(candidates, wide=wide)
-    return unpack_candidates(jax.lax.all_gather(packed, DCP, axis=0), wide=wide)
+    with jax.named_scope("exchange.candidates"):
+        everyone = jax.lax.all_gather(packed, DCP, axis=0)
+    return unpack_candidates(everyone, wide=wide)
 
 
-def gather_keys(rows: Shaped[Array, "B S *D"]) -> Shaped[Array, "B WS *D"]:
-    """Rows of the cache in order of position: local index s of rank r lands at s*W + r.
+def gather_keys(rows: Shaped[Array, "B S *D"], kind: str) -> Shaped[Array, "B WS *D"]:
+    """Rows of a cache (`kind`: "latent" or "index_k") in order of position.
 
-    Payload: the bytes of `rows`.
+    Local index s of rank r lands at s*W + r. Payload: the bytes of `rows`.
     """
     if axis_size(DCP) == 1:
         return rows
-    gathered = jax.lax.all_gather(rows, DCP, axis=2)
+    with jax.named_scope(f"exchange.{kind}"):
+        gathered = jax.lax.all_gather(rows, DCP, axis=2)
     return gathered.reshape(rows.shape[0], -1, *rows.shape[2:])
 
 
@@ -78,7 +85,8 @@ def merge_heads_a2a(
     batch, tokens, heads, width = packed.shape
     packed = packed.reshape(batch, tokens, size, heads // size, width)
     # The split axis becomes the axis of senders: [B, T, W, H, .] -> one partial per rank.
-    packed = jax.lax.all_to_all(packed, DCP, split_axis=2, concat_axis=2, tiled=True)
+    with jax.named_scope("exchange.merge"):
+        packed = jax.lax.all_to_all(packed, DCP, split_axis=2, concat_axis=2, tiled=True)
     dim = out.shape[-1]
     outs = jax.lax.bitcast_convert_type(packed[..., :dim], dtype)
     lses = packed[..., dim:]
@@ -93,11 +101,13 @@ def merge_heads_ag_rs(
     """The same merge by an all-gather of lse (n*W*H*4) and a float32 reduce-scatter (n*H*D*4)."""
     if axis_size(DCP) == 1:
         return out.astype(dtype)
-    lses = jax.lax.all_gather(lse, DCP, axis=0)
+    with jax.named_scope("exchange.merge"):
+        lses = jax.lax.all_gather(lse, DCP, axis=0)
     share = merge_weights(lses)[jax.lax.axis_index(DCP)][..., None]
     # Select, never multiply by zero: the out of an empty shard may be anything.
     weighted = jnp.where(share == 0, 0.0, out.astype(jnp.float32) * share)
-    merged = jax.lax.psum_scatter(weighted, DCP, scatter_dimension=2, tiled=True)
+    with jax.named_scope("exchange.merge"):
+        merged = jax.lax.psum_scatter(weighted, DCP, scatter_dimension=2, tiled=True)
     return merged.astype(dtype)
 
 

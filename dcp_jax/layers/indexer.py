@@ -179,8 +179,8 @@ def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
     else:
         batch, pages = step.page_table.shape
         rows = base + pool_rows_in_order(step.page_table, spec.page_size)
-        keys = gather_keys(cache.index_k[rows])
-        scale = None if cache.index_scale is None else gather_keys(cache.index_scale[rows])
+        keys = gather_keys(cache.index_k[rows], "index_k")
+        scale = None if cache.index_scale is None else gather_keys(cache.index_scale[rows], "index_k")
         length = keys.shape[1]
         index = index_topk(
             *queries,

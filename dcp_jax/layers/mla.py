@@ -155,7 +155,7 @@ def _attend_gathered(q, pool, base, selection, *, scale, spec, step, opts) -> Fl
 
     def attend_chunk(number) -> tuple[Array, Array]:
         rows = base + jax.lax.dynamic_slice_in_dim(local_rows, number * chunk, chunk, axis=1)
-        gathered = jax.tree.map(lambda rows_of: gather_keys(rows_of[rows]), pool)
+        gathered = jax.tree.map(lambda rows_of: gather_keys(rows_of[rows], "latent"), pool)
         flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), gathered)
         start = number * width
         skipped = jnp.sum(real & (selection.index < start), -1, dtype=jnp.int32)

@@ -34,7 +34,8 @@ def argmax_token(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     if axis_size(TP) == 1:
         return token
     pair = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
-    pairs = jax.lax.all_gather(pair, TP, axis=0)
+    with jax.named_scope("exchange.argmax"):
+        pairs = jax.lax.all_gather(pair, TP, axis=0)
     values = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
     # Shards stand in order of token id, so the first best shard holds the lowest id.
     return jnp.take_along_axis(pairs[:, 1], jnp.argmax(values, axis=0)[None], axis=0)[0]
