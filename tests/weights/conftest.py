@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dcp_jax.config import ModelConfig
@@ -15,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def make_defs(cfg: ModelConfig, tp: int, dtype: Any, with_mtp: bool = False) -> dict[str, Any]:
     """Definitions padded to multiples of `tp` where the model shards."""
-    return Model(cfg, make_mesh(tp), dtype, with_mtp).param_defs
+    return Model(cfg, make_mesh(tp), np.dtype(dtype), with_mtp).param_defs
 
 
 @pytest.fixture
