@@ -8,10 +8,15 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "LLM": "dcp_jax.llm",
     "ModelConfig": "dcp_jax.config",
+    "PrefillPath": "dcp_jax.policy",
+    "PrefillPolicy": "dcp_jax.policy",
+    "RequestOutput": "dcp_jax.engine.sequence",
+    "SamplingParams": "dcp_jax.engine.sequence",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -185,7 +185,7 @@ def _indexer_types(values: Mapping[str, Any], problems: list[str]) -> tuple[str,
         return tuple(values["indexer_types"])
     if "index_topk_pattern" in values:
         names = {"F": "full", "S": "shared"}
-        return tuple(names.get(kind, kind) for kind in values["index_topk_pattern"])
+        return tuple(names.get(str(kind), str(kind)) for kind in values["index_topk_pattern"])
     freq, offset = values.get("index_topk_freq", 1), values.get("index_skip_topk_offset", 2)
     if freq < 1:
         problems.append(f"index_topk_freq={freq} is no number of layers: use 1 or more")
