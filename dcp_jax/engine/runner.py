@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from dcp_jax.cache.pool import CacheSpec, init_cache
+from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import Collective, collectives, received_by_kind
 from dcp_jax.mesh import DCP
@@ -106,10 +107,25 @@ class Runner:
         """Run one step of the NextN layer on `hidden` [B, T, d], padded as a step returns it."""
         return self._run(hidden, rows, table_width, changes)
 
-    def _run(self, hidden, rows, table_width, changes) -> StepResult:
-        opts = replace(self.opts, **changes)
+    def trace(
+        self,
+        rows: Sequence[Row],
+        hidden: jax.Array | None = None,
+        *,
+        table_width: int | None = None,
+        **changes,
+    ) -> jax.stages.Traced:
+        """The program of `step` (with `hidden`, of `step_mtp`) for these rows; nothing runs."""
+        inputs, opts = self._inputs(hidden, rows, table_width, changes)
+        return self._trace(inputs, opts)
+
+    def _inputs(self, hidden, rows, table_width, changes) -> tuple[tuple, StepOptions]:
         batch = self._pad(rows, table_width, None if hidden is None else hidden.shape[1])
         inputs = (batch,) if hidden is None else (batch, hidden)
+        return inputs, replace(self.opts, **changes)
+
+    def _run(self, hidden, rows, table_width, changes) -> StepResult:
+        inputs, opts = self._inputs(hidden, rows, table_width, changes)
         program, output = self._execute(inputs, opts)
         traffic, reruns = list(program.traffic), 0
         certified = np.asarray(output.certified)
@@ -130,14 +146,17 @@ class Runner:
         output, self.cache = program.run(self.params, self.cache, *inputs)
         return program, output
 
-    def _compile(self, inputs: tuple, opts: StepOptions) -> _Program:
-        started = time.perf_counter()
+    def _trace(self, inputs: tuple, opts: StepOptions) -> jax.stages.Traced:
         forward = self.model.forward if len(inputs) == 1 else self.model.forward_mtp
 
         def step(params, cache, *inputs):
             return forward(params, cache, *inputs, spec=self.spec, opts=opts)
 
-        traced = jax.jit(step, donate_argnums=1).trace(self.params, self.cache, *inputs)
+        return jax.jit(step, donate_argnums=1).trace(self.params, self.cache, *inputs)
+
+    def _compile(self, inputs: tuple, opts: StepOptions) -> _Program:
+        started = time.perf_counter()
+        traced = self._trace(inputs, opts)
         traffic = list(collectives(traced.jaxpr, dict(self.model.mesh.shape)))
         compiled = traced.lower().compile()
         seconds = time.perf_counter() - started
@@ -160,11 +179,22 @@ class Runner:
             page_table=np.full((count, width), -1, np.int32),
         )
         for i, row in enumerate(rows):
+            self._check_pages(row)
             batch.tokens[i, : len(row.tokens)] = row.tokens
             batch.starts[i] = row.start
             batch.lengths[i] = len(row.tokens)
             batch.page_table[i, : len(row.pages)] = row.pages
         return batch
+
+    def _check_pages(self, row: Row) -> None:
+        """A token without a page would be dropped from the caches, and never be seen again."""
+        tokens = row.start + len(row.tokens)
+        needed = pages_needed(tokens, self.spec.page_size, self.dcp_size)
+        if len(row.pages) < needed:
+            raise ValueError(
+                f"A row of {tokens} tokens has {len(row.pages)} pages but needs {needed}, of "
+                f"{self.spec.page_size * self.dcp_size} tokens each: allocate them before the step."
+            )
 
     def _to_host(self, output, rows, opts, received, reruns) -> StepResult:
         vocab = self.model.cfg.vocab_size
