@@ -74,7 +74,7 @@ def sparse_mla(q_latent, q_pe, pool, rows, counts, *, scale, base_row=0):
     scores += jnp.einsum("bthr,btkr->bthk", as_float32(q_pe), k_pe, precision=_HIGHEST)
     scores = jnp.where(exists[:, :, None], scores * scale, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+    weights = jnp.where(lse[..., None] == -jnp.inf, 0, jax.nn.softmax(scores, axis=-1))
     return jnp.einsum("bthk,btkc->bthc", weights, latent, precision=_HIGHEST), lse
 
 
@@ -83,5 +83,5 @@ def merge_partials(outs, lses):
     outs, lses = outs.astype(jnp.float32), lses.astype(jnp.float32)
     lses = jnp.where(jnp.isinf(lses), -jnp.inf, lses)
     lse = jax.nn.logsumexp(lses, axis=0)
-    terms = jnp.exp(lses - jnp.where(lse == -jnp.inf, 0, lse))[..., None] * outs
+    terms = jax.nn.softmax(lses, axis=0)[..., None] * outs
     return jnp.sum(jnp.where(lses[..., None] == -jnp.inf, 0, terms), axis=0), lse

@@ -54,9 +54,10 @@ def sparse_mla(
         budget: bytes of gathered rows and scores at a time (at least one query's).
     """
     if (pool.latent.dtype == jnp.uint8) != (pool.scale is not None):
+        given = "missing" if pool.scale is None else "given"
         raise ValueError(
-            f"pool.latent is {pool.latent.dtype} and pool.scale is {'missing' if pool.scale is None else 'given'}: "
-            "e4m3 bytes need scales, other dtypes have none; pass a matching pair."
+            f"the latent pool is {pool.latent.dtype} with its scales {given}: e4m3 bytes need "
+            "scales and other dtypes have none; pass a matching pair."
         )
     return pick("sparse_mla", implementation, {"xla": _sparse_mla_xla})(
         q_latent, q_pe, pool, rows, counts, scale=scale, base_row=base_row, budget=budget

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt16, UInt32
 
@@ -22,7 +23,7 @@ from pallas_kernels.dispatch import pick
 
 MAX_NARROW_KEYS = 2**16  # local indices of up to this many keys a rank fit into 16 bits
 PADDING_KEY = 0  # below the key of a visible -inf, 0x007FFFFF
-_SIGN = 0x80000000
+_SIGN, _MAGNITUDE, _INF = np.array([0x80000000, 0x7FFFFFFF, 0x7F800000], np.uint32)
 
 
 class Candidates(NamedTuple):
@@ -41,11 +42,11 @@ class Merge(NamedTuple):
 
 def score_keys(scores: Float[Array, "*rows S"]) -> UInt32[Array, "*rows S"]:
     """Unsigned keys in the order of the scores; every score has a key >= 1."""
-    scores = scores.astype(jnp.float32)
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0.0, scores))
-    bits = lax.bitcast_convert_type(scores, jnp.uint32)
-    sign = jnp.uint32(_SIGN)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
+    # On the bits only: a backend may compare denormals as zeros, which must not change the order.
+    bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
+    bits = jnp.where((bits & _MAGNITUDE) > _INF, _SIGN | _INF, bits)
+    bits = jnp.where(bits == _SIGN, 0, bits)
+    return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
 
 def candidate_capacity(k: int, dcp_size: int) -> int:
