@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 
 demo: $(READY)
-	$(BIN)/dcp-jax demo
+	$(BIN)/dcp-jax demo tests/golden/p3_glm_indexshare
 
 test: $(READY)
 	$(BIN)/python -m pytest -q

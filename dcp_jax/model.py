@@ -6,14 +6,15 @@ One `shard_map` surrounds all of it; every collective inside is written out in `
 import contextlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from dcp_jax.cache.pool import CacheSpec, KVCache
+from dcp_jax.cache.pool import CacheSpec, KVCache, Leaf
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp import layout
 from dcp_jax.dcp.layout import padded
@@ -60,9 +61,9 @@ class Explanation:
         experts: int32 [B, T, k].
     """
 
-    positions: dict[int, Int[Array, "W B T K"]]
-    counts: dict[int, Int[Array, "W B T"]]
-    experts: dict[int, Int[Array, "B T k"]]
+    positions: dict[int, Leaf] | Leaf
+    counts: dict[int, Leaf] | Leaf
+    experts: dict[int, Leaf] | Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +79,10 @@ class StepOutput:
         explanation: selections and experts.
     """
 
-    next_tokens: Int[Array, " B"]
-    certified: Bool[Array, " B"]
-    logits: Float[Array, "B t V"] | None = None
-    hidden: Float[Array, "B T d"] | None = None
+    next_tokens: Leaf
+    certified: Leaf
+    logits: Leaf | None = None
+    hidden: Leaf | None = None
     explanation: Explanation | None = None
 
 
@@ -102,7 +103,7 @@ class Model:
     with_mtp: bool = False
 
     @cached_property
-    def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
+    def _abstract(self) -> tuple[Any, nnx.State]:
         tp = self.mesh.shape[TP[0]] * self.mesh.shape[TP[1]]
         return params_lib.abstract(lambda: Transformer(self.cfg, tp, self.dtype, self.with_mtp))
 

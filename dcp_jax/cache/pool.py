@@ -10,12 +10,12 @@ row i * rows. Few leaves keep dispatch cheap, and a donated flat array is update
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp import layout
@@ -23,19 +23,30 @@ from dcp_jax.mesh import DCP
 from pallas_kernels import kv_layout
 from pallas_kernels.sparse_mla import LatentPool
 
+# A leaf of a pytree that also carries shapes and shardings: an array, or what describes one.
+Leaf = Any
+
 KV_DTYPES = ("float32", "bfloat16", "fp8_e4m3")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Both caches of all layers; inside `shard_map`, this rank's rows of them."""
+    """Both caches of all layers; inside `shard_map`, this rank's rows of them.
 
-    latent: Shaped[Array, "M C"]
-    scale: Float[Array, "M c"] | None
-    k_pe: Float[Array, "M R"]
-    index_k: Shaped[Array, "I D"]
-    index_scale: Float[Array, " I"] | None
+    Attributes:
+        latent: [layers * rows, kv_lora_rank].
+        scale: float32 [layers * rows, ceil(kv_lora_rank / 128)], e4m3 only.
+        k_pe: [layers * rows, qk_rope_head_dim].
+        index_k: [index_layers * index_rows, index_head_dim].
+        index_scale: float32 [index_layers * index_rows], e4m3 only.
+    """
+
+    latent: Leaf
+    scale: Leaf | None
+    k_pe: Leaf
+    index_k: Leaf
+    index_scale: Leaf | None
 
     @property
     def latent_pool(self) -> LatentPool:

@@ -1,4 +1,4 @@
-"""What one forward step is (`StepOptions`, static) and its index arithmetic (`DcpStep`, once a step).
+"""What one step is (`StepOptions`, static) and its index arithmetic (`DcpStep`, once a step).
 
 Every layer reads `DcpStep`; nothing in it is derived again per layer. All row numbers are those of
 *one layer's region* of a pool; a layer adds its own base.
@@ -9,12 +9,16 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dcp_jax.dcp import layout
 from dcp_jax.mesh import DCP
 from dcp_jax.policy import PrefillPath
 from pallas_kernels.topk import candidate_capacity
+
+# The host builds batches of numpy arrays; in a traced step they are jax arrays.
+ArrayLike = Array | np.ndarray
 
 DCP_COMMS = ("a2a", "ag_rs")
 INDEX_CACHES = ("sharded", "replicated")
@@ -70,10 +74,10 @@ class Batch(NamedTuple):
         page_table: int32 [B, P], pages of the row in order; -1 where none is assigned.
     """
 
-    tokens: Int[Array, "B T"]
-    starts: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    page_table: Int[Array, "B P"]
+    tokens: Int[ArrayLike, "B T"]
+    starts: Int[ArrayLike, " B"]
+    lengths: Int[ArrayLike, " B"]
+    page_table: Int[ArrayLike, "B P"]
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +113,8 @@ def make_step(batch: Batch, page_size: int, rank: Int[Array, ""], dcp_size: int)
     positions = batch.starts[:, None] + offsets
     visible = jnp.where(valid, positions + 1, 0)
     page_number = layout.page_of(positions, page_size, dcp_size)
-    pages = jnp.take_along_axis(batch.page_table, page_number, axis=1, mode="clip")
+    # Beyond the table there is no page; clipping would write over the row's last one.
+    pages = jnp.take_along_axis(batch.page_table, page_number, axis=1, mode="fill", fill_value=-1)
     slots = jnp.where(valid, layout.slot_of(pages, positions, page_size, dcp_size), -1)
     mine = layout.owner(slots, dcp_size) == rank
     return DcpStep(

@@ -5,6 +5,7 @@ filled with a rank's local arrays. So a forward reads sizes from its arrays, nev
 global head count.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ def param(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ())
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
-def abstract(build) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, nnx.State]:
     """Graph and abstract state of the module that `build()` returns; no array is allocated."""
     return nnx.split(nnx.eval_shape(build))
 
@@ -48,7 +49,7 @@ def param_defs(state: nnx.State) -> dict:
     return defs
 
 
-def bind(graph: nnx.GraphDef, state: nnx.State, params: dict) -> Any:
+def bind(graph: Any, state: nnx.State, params: dict) -> Any:
     """The module with `params` (a plain nested dict, any shapes) in place of its abstract state."""
     flat = nnx.to_flat_state(state)
 

@@ -68,7 +68,7 @@ def open_runner(
     tokens: int = 1024,
     page_size: int = 4,
     kv_dtype: Literal["float32", "bfloat16", "fp8_e4m3"] = "float32",
-    dtype: Any = jnp.float32,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     with_mtp: bool = False,
     **options: Any,
 ) -> Runner:
@@ -87,7 +87,7 @@ def open_runner(
     """
     cfg = ModelConfig.from_hf(directory)
     mesh = make_mesh(tp, dcp_size)
-    model = Model(cfg, mesh, dtype, with_mtp)
+    model = Model(cfg, mesh, jnp.dtype(dtype), with_mtp)
     params = load_hf(directory, cfg, model.param_defs, mesh)
     spec = CacheSpec.of(
         cfg,

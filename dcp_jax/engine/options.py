@@ -1,0 +1,91 @@
+"""Checks of the options of an engine before a backend starts: every problem in one message."""
+
+from dataclasses import dataclass
+
+from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
+from pallas_kernels.dispatch import IMPLEMENTATIONS
+
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8": "fp8_e4m3",
+}
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Options with their aliases and "auto" resolved; `kv_dtype` None follows the model's dtype."""
+
+    kv_dtype: str | None
+    dcp_comm: str
+
+
+def check_options(
+    *,
+    dtype,
+    kv_cache_dtype,
+    dcp_comm,
+    index_cache,
+    kernels,
+    tp,
+    dcp_size,
+    max_model_len,
+    max_running_requests,
+    chunked_prefill_size,
+    page_size,
+    mem_fraction_static,
+    max_total_tokens,
+) -> Resolved:
+    """Resolve the options of `LLM`, or say everything that is wrong with them.
+
+    Raises:
+        ValueError: one line per problem: the value given, the reason, the fix.
+    """
+    problems = []
+
+    def choice(name, value, allowed):
+        if value not in allowed:
+            problems.append(f"{name}={value!r} is not supported: use one of {sorted(allowed)}")
+
+    def count(name, value, optional=False):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole and value >= 1 or optional and value is None):
+            problems.append(f"{name}={value!r} is not a count: give a whole number of at least 1")
+
+    choice("dtype", dtype, DTYPES)
+    choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    choice("dcp_comm", dcp_comm, ("auto", *DCP_COMMS))
+    choice("index_cache", index_cache, INDEX_CACHES)
+    if kernels is not None:
+        choice("kernels", kernels, IMPLEMENTATIONS)
+    count("tp", tp)
+    count("dcp_size", dcp_size)
+    count("max_model_len", max_model_len, optional=True)
+    count("max_running_requests", max_running_requests)
+    count("chunked_prefill_size", chunked_prefill_size)
+    count("page_size", page_size)
+    count("max_total_tokens", max_total_tokens, optional=True)
+    if not 0 < mem_fraction_static <= 1:
+        problems.append(
+            f"mem_fraction_static={mem_fraction_static} is not a share of the memory: give a number "
+            "above 0 and at most 1"
+        )
+    if dcp_size == 1 and dcp_comm != "auto":
+        problems.append(
+            f"dcp_comm={dcp_comm!r} has no effect with dcp_size=1, where nothing is exchanged: leave "
+            "it at 'auto', or raise dcp_size"
+        )
+    if dcp_size == 1 and index_cache == "replicated":
+        problems.append(
+            "index_cache='replicated' has no effect with dcp_size=1, where the one rank has every "
+            "key: leave it at 'sharded', or raise dcp_size"
+        )
+    if problems:
+        raise ValueError(problems[0] + "." if len(problems) == 1 else "\n".join(
+            [f"{len(problems)} options cannot be used:", *(f"- {p}." for p in problems)]
+        ))
+    return Resolved(KV_CACHE_DTYPES[kv_cache_dtype], "a2a" if dcp_comm == "auto" else dcp_comm)
