@@ -46,7 +46,7 @@ CASES = [
 def make(case, seed=0, batch=2, tokens=5, k=9):
     """Inputs whose unread rows and whose row ids past the counts are poison."""
     rng = np.random.default_rng(seed)
-    rows = np.stack([rng.permutation(40)[:k] for _ in range(batch * tokens)]).reshape(
+    rows = np.stack([1 + rng.permutation(39)[:k] for _ in range(batch * tokens)]).reshape(
         batch, tokens, k
     )
     counts = rng.integers(0, k + 1, (batch, tokens))
