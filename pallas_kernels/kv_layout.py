@@ -84,7 +84,10 @@ def write_rows(
     """The pool with `values` at `rows`, in place when donated; row M or below 0 is "not mine"."""
     # An index of -1 would wrap to the last row even with mode="drop".
     rows = jnp.where(rows < 0, pool.shape[0], rows)
-    return pool.at[rows].set(values.astype(pool.dtype), mode="drop")
+    written = pool.at[rows].set(values.astype(pool.dtype), mode="drop")
+    # Without the barrier XLA may fuse a one-row write into the gather that reads it: the fusion
+    # then reads the old pool, which must be copied to outlive the write.
+    return lax.optimization_barrier(written)
 
 
 def pack_latent_656(
