@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from dcp_jax.policy import PrefillPath, PrefillPolicy
+from dcp_jax.policy import PrefillPolicy
 
 
 def _aliases(*names: str):
@@ -38,9 +38,7 @@ class EngineArgs:
     """Of weights and activations; float32 computes with highest precision."""
     kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches."""
-    dcp_comm: Annotated[
-        Literal["auto", "a2a", "ag_rs"], _aliases("dcp-comm-backend")
-    ] = "auto"
+    dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], _aliases("dcp-comm-backend")] = "auto"
     """Collectives of the merge of partial attention outputs."""
     index_cache: Literal["sharded", "replicated"] = "sharded"
     """Indexer keys sharded over the ranks, or whole on each of them."""
@@ -62,12 +60,13 @@ class EngineArgs:
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    prefill: PrefillPolicy = PrefillPolicy()
+    prefill: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
     """Thresholds of the prefill paths."""
 
     def load(self):
         """The `LLM` that these options describe."""
-        if (self.model is None) == (self.model_path is None):
+        model = self.model or self.model_path
+        if model is None or (self.model and self.model_path):
             raise ValueError(
                 "give the checkpoint directory once: as the first argument or as --model-path."
             )
@@ -77,7 +76,7 @@ class EngineArgs:
         for name in ("model", "model_path", "prefill", "kernels"):
             options.pop(name)
         return LLM(
-            self.model or self.model_path,
+            model,
             prefill_policy=self.prefill,
             kernels=None if self.kernels == "auto" else self.kernels,
             progress=True,
@@ -94,7 +93,7 @@ class Prompts:
     prompt_ids: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Token ids, separated by commas or spaces; may be repeated."""
 
-    def listed(self) -> list[str | list[int]]:
+    def listed(self) -> list:
         """All prompts, texts first."""
         found = [*self.prompt, *(_ids(text) for text in self.prompt_ids)]
         if not found:

@@ -40,7 +40,7 @@ def run(case: Path, dcp_size: int, console: Console) -> bool:
     sequence = prompt + expected[:-1]
     report = llm.explain(sequence)
     owned = [local_length(len(sequence), rank, dcp_size) for rank in range(dcp_size)]
-    selected = sum(counts[:, -1] for counts in report.owned_counts.values())
+    selected = np.sum([counts[:, -1] for counts in report.owned_counts.values()], axis=0)
     console.print(rank_table(llm.capacity, len(sequence), owned, selected.tolist()))
     console.print(selection_table(report))
     console.print(exchange_table(report.bytes_exchanged))
@@ -52,9 +52,9 @@ def run(case: Path, dcp_size: int, console: Console) -> bool:
         table.add_row(name, " ".join(map(str, tokens)))
     console.print(table)
     agree = all(tokens == expected for tokens in runs.values())
-    console.print(
-        f"[bold green]All {len(expected)} tokens agree: reference, dcp_size=1, dcp_size={dcp_size}.[/]"
-        if agree
-        else "[bold red]Tokens differ: this installation computes something else.[/]"
-    )
+    if agree:
+        names = ", ".join(runs)
+        console.print(f"[bold green]All {len(expected)} tokens agree: {names}.[/]")
+    else:
+        console.print("[bold red]Tokens differ: this installation computes something else.[/]")
     return agree

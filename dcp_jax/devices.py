@@ -1,5 +1,6 @@
 """Enough devices for a mesh: on CPU they can be made, before the backend starts."""
 
+import contextlib
 import os
 
 import jax
@@ -13,11 +14,9 @@ def ensure_devices(count: int) -> None:
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not by_flag and jax.config.jax_num_cpu_devices < count:
-        try:
-            # Touches the CPU backend only; has no effect on what an accelerator offers.
+        # Concerns the CPU backend only; refused once a backend runs, which then stays as it is.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:
-            pass  # the backend runs already, with the devices it has
     visible = jax.devices()
     if len(visible) < count:
         how = (

@@ -1,10 +1,10 @@
 """`LLM`: a checkpoint on a mesh, ready to generate, score and explain from Python."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -15,7 +15,7 @@ from dcp_jax.cache.sizing import Capacity, capacity, size_pool
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.step import StepOptions
 from dcp_jax.devices import ensure_devices
-from dcp_jax.engine.engine import Engine
+from dcp_jax.engine.engine import Chunk, Engine, Progress
 from dcp_jax.engine.options import check_options
 from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sequence import CompletionOutput, RequestOutput, SamplingParams, Sequence
@@ -35,6 +35,7 @@ from dcp_jax.weights.hf import load_hf
 from dcp_jax.weights.orbax import is_orbax, load_orbax
 
 logger = logging.getLogger(__name__)
+
 
 class LLM:
     """A GLM-5 or DeepSeek-V3.2 model under tensor parallelism and decode context parallelism.
@@ -112,10 +113,14 @@ class LLM:
             max_total_tokens=max_total_tokens,
         )
         check_sizes(tp, dcp_size)
-        directory = None if isinstance(model, ModelConfig) else Path(model)
-        self.config = model if isinstance(model, ModelConfig) else ModelConfig.from_hf(directory)
+        if isinstance(model, ModelConfig):
+            directory, self.config = None, model
+        else:
+            directory, self.config = Path(model), ModelConfig.from_hf(model)
         if directory is None and params is None:
-            raise ValueError("model is a ModelConfig without params: give a directory or the params.")
+            raise ValueError(
+                "model is a ModelConfig without params: give a directory or the params."
+            )
         if max_model_len is not None and max_model_len > self.config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds the model's max_position_embeddings="
@@ -149,9 +154,9 @@ class LLM:
         self.max_model_len = max_model_len or min(self.config.max_position_embeddings, spec.tokens)
         if self.max_model_len > spec.tokens:
             raise ValueError(
-                f"max_model_len={self.max_model_len} does not fit the pool of {spec.tokens} tokens: "
-                f"give at most {spec.tokens}, or raise max_total_tokens, mem_fraction_static or "
-                "dcp_size."
+                f"max_model_len={self.max_model_len} does not fit the pool of {spec.tokens} "
+                f"tokens: give at most {spec.tokens}, or raise max_total_tokens, "
+                "mem_fraction_static or dcp_size."
             )
         self.engine = Engine(
             Runner(
@@ -206,14 +211,16 @@ class LLM:
             room = self.max_model_len - len(ids)
             sequences.append(Sequence(ids, params, limit=min(params.max_tokens, room)))
         with tqdm(total=len(sequences), desc="generate", unit="req", disable=not use_tqdm) as bar:
-            tokens = 0
+            done = Progress()
 
-            def on_step(new_tokens: int, finished: int) -> None:
-                nonlocal tokens
-                tokens += new_tokens
-                bar.update(finished)
-                elapsed = bar.format_dict["elapsed"] or 1e-9
-                bar.set_postfix_str(f"{tokens} tokens, {tokens / elapsed:.1f} tok/s", refresh=False)
+            def on_step(progress: Progress) -> None:
+                nonlocal done
+                done = Progress(*map(sum, zip(done, progress, strict=True)))
+                bar.update(progress.finished)
+                rate = done.generated / (bar.format_dict["elapsed"] or 1e-9)
+                bar.set_postfix_str(
+                    f"{done.prefilled} prompt + {done.generated} new tokens, {rate:.1f} tok/s"
+                )
 
             self.engine.run(sequences, on_step)
         return [
@@ -248,10 +255,10 @@ class LLM:
         vocab = self.config.vocab_size
         last = len(ids) if output == "logits" else len(ids) - 1
         wanted = np.arange(last) if positions is None else np.asarray(positions, np.int64)
-        if wanted.size and not (0 <= wanted.min() and wanted.max() < last):
+        if wanted.size and not (wanted.min() >= 0 and wanted.max() < last):
             raise ValueError(
-                f"positions must lie in 0..{last - 1} for {output} of a prompt of {len(ids)} tokens: "
-                f"got {wanted.min()} to {wanted.max()}."
+                f"positions must lie in 0..{last - 1} for {output} of a prompt of {len(ids)} "
+                f"tokens: got {wanted.min()} to {wanted.max()}."
             )
         if not 0 <= top_logprobs <= vocab or (top_logprobs and output == "logits"):
             raise ValueError(
@@ -260,19 +267,18 @@ class LLM:
             )
         if output == "logits" and wanted.size * vocab * 4 > max_bytes:
             raise ValueError(
-                f"the logits of {wanted.size} positions take {wanted.size * vocab * 4:,} bytes, more "
-                f'than max_bytes={max_bytes:,}: name fewer positions, use output="logprobs", or '
-                "raise max_bytes."
+                f"the logits of {wanted.size} positions take {wanted.size * vocab * 4:,} bytes, "
+                f"more than max_bytes={max_bytes:,}: name fewer positions, use "
+                'output="logprobs", or raise max_bytes.'
             )
-        parts = []
-        chunk = max(1, max_bytes // (vocab * 4))
-        for start, _, result in self._read(ids, chunk=chunk, logits="all"):
-            here = wanted[(wanted >= start) & (wanted < start + chunk)]
-            logits = result.logits[0, : len(ids) - start]
-            here = here[here < start + logits.shape[0]]
-            parts.append(self._scored(logits[here - start], here, ids, output, top_logprobs))
-        order = np.argsort(np.argsort(wanted, kind="stable"), kind="stable")
-        joined = [np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True)]
+        parts, ascending = [], np.sort(wanted)
+        for chunk in self._read(ids, chunk=max(1, max_bytes // (vocab * 4)), logits="all"):
+            end = chunk.start + chunk.length
+            here = ascending[(ascending >= chunk.start) & (ascending < end)]
+            logits = chunk.result.logits[0, here - chunk.start]
+            parts.append(self._scored(logits, here, ids, output, top_logprobs))
+        asked = np.argsort(np.argsort(wanted, kind="stable"), kind="stable")
+        joined = [np.concatenate(arrays)[asked] for arrays in zip(*parts, strict=True)]
         return joined[0] if output == "logits" else PromptLogprobs(*joined)
 
     def _scored(self, logits, positions, ids, output, top) -> tuple[np.ndarray, ...]:
@@ -295,20 +301,30 @@ class LLM:
         chosen = full if layers is None else tuple(layers)
         strangers = [layer for layer in chosen if layer not in full]
         if strangers:
-            raise ValueError(f"layers {strangers} have no indexer of their own: choose among {full}.")
+            raise ValueError(
+                f"layers {strangers} have no indexer of their own: choose among {full}."
+            )
         ids = self._read_prompt(prompt, "the prompt", generate=0)
-        chunks = []
-        for start, path, result in self._read(ids, explain=True):
-            tokens = min(self.engine.chunked_prefill_size, len(ids) - start)
-            part = row_of(result.explanation, 0, tokens)
-            chunks.append((path, part, result.received_bytes, result.reruns))
+        chunks = [
+            (
+                chunk.path,
+                row_of(chunk.result.explanation, 0, chunk.length),
+                chunk.result.received_bytes,
+                chunk.result.reruns,
+            )
+            for chunk in self._read(ids, explain=True)
+        ]
         return explain_report(chunks, self.config.index_topk, chosen)
 
-    def _read(self, ids: list[int], **changes):
+    def _read(self, ids: list[int], **changes) -> Iterator[Chunk]:
         """Prefill `ids` on pages of its own, given back afterwards."""
         pages = self.engine.reserve(len(ids))
+        quiet = len(ids) <= self.engine.chunked_prefill_size
         try:
-            yield from self.engine.prefill_chunks(ids, pages, **changes)
+            with tqdm(total=len(ids), desc="prefill", unit="tok", disable=quiet) as bar:
+                for chunk in self.engine.prefill_chunks(ids, pages, **changes):
+                    bar.update(chunk.length)
+                    yield chunk
         finally:
             self.engine.allocator.free(pages)
 

@@ -156,7 +156,9 @@ class Model:
         def body(params, cache, *inputs):
             module = params_lib.bind(*self._abstract, params)
             exact = self.dtype == jnp.float32
-            precision = jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+            precision = (
+                jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+            )
             with precision:
                 return local(module, cache, *inputs, spec=spec, opts=opts)
 
@@ -173,7 +175,7 @@ class Model:
         )(params, cache, *inputs)
 
     def _forward_local(self, module, cache, batch, *, spec, opts):
-        """1. localise the batch  2. embed  3. layers  4. final norm  5. head on the asked tokens."""
+        """1. localise the batch  2. embed  3. layers  4. final norm  5. head."""
         cfg = self.cfg
         step = step_here(batch, opts.page_size)
         rope = rope_table(cfg.rope, cfg.qk_rope_head_dim, step.positions)
@@ -198,7 +200,7 @@ class Model:
         return self._output(module, hidden, batch, record, opts), cache
 
     def _mtp_local(self, module, cache, batch, hidden, *, spec, opts):
-        """1. localise  2. combine embedding and hidden state  3. the layer  4. its norm and head."""
+        """1. localise the batch  2. embed  3. the layer, with its norms  4. head."""
         cfg = self.cfg
         step = step_here(batch, opts.page_size)
         rope = rope_table(cfg.rope, cfg.qk_rope_head_dim, step.positions)

@@ -1,6 +1,7 @@
 """The NextN (multi-token prediction) layer: guesses token i+2 from hidden state i and token i+1.
 
-    z[i] = eh_proj [ rms(embed(t[i+1])) ; rms(h[i]) ],  m[i] = rms(layer(z)[i]),  logits = lm_head m[i]
+    z[i] = eh_proj [ rms(embed(t[i+1])) ; rms(h[i]) ]
+    m[i] = rms(layer(z)[i]),  logits = lm_head m[i]
 
 with h[i] the main model's output after its final norm (DeepSeek-V3, arXiv 2412.19437, section 2.2;
 order of the halves as in the released checkpoints). It always has an indexer of its own.
@@ -39,7 +40,10 @@ class NextN(nnx.Module):
         **step,
     ) -> LayerResult:
         """Result whose `x` is m, ready for the output head and for the next draft step."""
-        halves = rms_norm(embedded, self.enorm[...], self.eps), rms_norm(hidden, self.hnorm[...], self.eps)
+        halves = (
+            rms_norm(embedded, self.enorm[...], self.eps),
+            rms_norm(hidden, self.hnorm[...], self.eps),
+        )
         z = linear(jnp.concatenate(halves, axis=-1).astype(embedded.dtype), self.eh_proj[...])
         result = self.layer(z, cache, None, **step)
         return result._replace(x=rms_norm(result.x, self.norm[...], self.eps))

@@ -1,6 +1,6 @@
 """What a prompt may be, and its token ids, checked before anything runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,19 @@ from dcp_jax.tokenizer import Tokenizer
 Prompt = str | list[int] | Mapping[str, Any]
 
 
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Prompts as a list; one prompt (a text, ids, a dict) becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    ids = len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
-    return [list(prompts)] if ids else list(prompts)
+    listed = list(prompts)
+    ids = listed and all(isinstance(p, int | np.integer) for p in listed)
+    return [listed] if ids else listed
 
 
 def text_of(prompt: Prompt) -> str | None:
     """The prompt's text if it was given as text."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def token_ids(prompt: Prompt, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
@@ -55,8 +55,8 @@ def token_ids(prompt: Prompt, name: str, tokenizer: Tokenizer | None, vocab_size
     wrong = [i for i in ids if not _is_id(i, vocab_size)]
     if wrong:
         raise ValueError(
-            f"{name} has token ids outside the vocabulary: {wrong[:5]!r}; ids are whole numbers from "
-            f"0 to {vocab_size - 1}."
+            f"{name} has token ids outside the vocabulary: {wrong[:5]!r}; ids are whole numbers "
+            f"from 0 to {vocab_size - 1}."
         )
     return [int(i) for i in ids]
 
@@ -66,11 +66,11 @@ def check_fits(ids: list[int], name: str, max_model_len: int, *, generate: int) 
     if len(ids) + generate > max_model_len:
         asked = f" and {generate} to generate" if generate else ""
         raise ValueError(
-            f"{name} has {len(ids)} tokens{asked}, but max_model_len is {max_model_len}: shorten it "
-            "or raise max_model_len."
+            f"{name} has {len(ids)} tokens{asked}, but max_model_len is {max_model_len}: shorten "
+            "it or raise max_model_len."
         )
 
 
 def _is_id(value: Any, vocab_size: int) -> bool:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and 0 <= value < vocab_size
+    return whole and 0 <= int(value) < vocab_size

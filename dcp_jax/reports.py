@@ -76,12 +76,14 @@ def explain_report(
     index_topk: int,
     layers: tuple[int, ...],
 ) -> ExplainReport:
-    """Put the chunks of one prompt together: each is (path, one row's explanation, bytes, reruns)."""
+    """Put a prompt's chunks together, each (path, one row's explanation, bytes, reruns)."""
     paths, parts, received, reruns = zip(*chunks, strict=True)
     return ExplainReport(
         prefill_paths=paths,
         topk_indices={
-            layer: np.concatenate([selected_positions(p.positions[layer], index_topk) for p in parts])
+            layer: np.concatenate(
+                [selected_positions(p.positions[layer], index_topk) for p in parts]
+            )
             for layer in layers
         },
         owned_counts={
@@ -91,7 +93,8 @@ def explain_report(
             layer: np.concatenate([p.experts[layer] for p in parts]) for layer in parts[0].experts
         },
         bytes_exchanged={
-            kind: sum(r.get(kind, 0) for r in received) for kind in sorted({k for r in received for k in r})
+            kind: sum(r.get(kind, 0) for r in received)
+            for kind in sorted({k for r in received for k in r})
         },
         reruns=sum(reruns),
     )

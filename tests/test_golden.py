@@ -1,7 +1,7 @@
-"""The model against the reference: every golden case, over an all-pairs list of layouts and options.
+"""The model against the reference: every golden case, over an all-pairs list of options.
 
-The list covers every pair of values of (tp, dcp_size), index cache, exchange, prefill path, page size
-and case; `-m full_grid` runs every combination.
+The list covers every pair of values of (tp, dcp_size), index cache, exchange, prefill path, page
+size and case; `-m full_grid` runs every combination.
 """
 
 import itertools
@@ -208,6 +208,6 @@ def check_greedy(runner, path, want) -> None:
     tokens = want["greedy_tokens"].tolist()
     params = SamplingParams(max_tokens=len(tokens), ignore_eos=True)
     sequence = Sequence(want["greedy_prompt"].tolist(), params, limit=len(tokens))
-    engine.run([sequence], lambda *_: None)
+    engine.run([sequence], lambda progress: None)
     assert sequence.output_token_ids == tokens
     assert engine.allocator.available == runner.spec.pages

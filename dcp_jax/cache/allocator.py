@@ -40,6 +40,8 @@ class PageAllocator:
         pages = list(pages)
         strangers = [page for page in pages if page not in self._held]
         if strangers or len(set(pages)) != len(pages):
-            raise ValueError(f"pages {strangers or pages} are not held: free each page exactly once.")
+            raise ValueError(
+                f"pages {strangers or pages} are not held: free each page exactly once."
+            )
         self._held.difference_update(pages)
         self._free.extend(reversed(pages))

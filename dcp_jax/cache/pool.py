@@ -95,7 +95,8 @@ class CacheSpec:
     def __post_init__(self):
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(
-                f"kv_cache_dtype={self.kv_dtype!r} is not stored by this cache: use one of {KV_DTYPES}."
+                f"kv_cache_dtype={self.kv_dtype!r} is not stored by this cache: use one of "
+                f"{KV_DTYPES}."
             )
         if self.pages < 1 or self.page_size < 1:
             raise ValueError(
@@ -117,7 +118,7 @@ class CacheSpec:
 
     @property
     def index_page_size(self) -> int:
-        """Rows of index K per page: a replicated index is the layout of one rank with wide pages."""
+        """Rows of index K per page: a replicated index is one rank's layout with wide pages."""
         return self.page_size * (self.dcp_size if self.index_replicated else 1)
 
     @property
@@ -155,7 +156,10 @@ class CacheSpec:
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of each cache on one rank."""
         sizes = {}
-        for name, leaves in (("latent", ("latent", "scale", "k_pe")), ("index_k", ("index_k", "index_scale"))):
+        for name, leaves in (
+            ("latent", ("latent", "scale", "k_pe")),
+            ("index_k", ("index_k", "index_scale")),
+        ):
             arrays = [a for leaf in leaves if (a := getattr(self.abstract(), leaf)) is not None]
             sizes[name] = sum(a.size * a.dtype.itemsize for a in arrays)
         return sizes
@@ -173,7 +177,10 @@ def init_cache(spec: CacheSpec, mesh: Mesh) -> KVCache:
 
 
 def write_latent(
-    cache: KVCache, rows: Int[Array, "B T"], kv_c: Float[Array, "B T C"], k_pe: Float[Array, "B T R"]
+    cache: KVCache,
+    rows: Int[Array, "B T"],
+    kv_c: Float[Array, "B T C"],
+    k_pe: Float[Array, "B T R"],
 ) -> KVCache:
     """Store latents and rotated keys at `rows` of the flat pool (its length drops the token)."""
     flat = rows.reshape(-1)
@@ -199,6 +206,7 @@ def write_index(
     flat = rows.reshape(-1)
     index_scale = cache.index_scale
     if index_scale is not None:
+        assert scale is not None, "an e4m3 cache takes quantised keys"
         index_scale = kv_layout.write_rows(index_scale, scale.reshape(-1), flat)
     return replace(cache, index_k=_write(cache.index_k, flat, k), index_scale=index_scale)
 

@@ -1,4 +1,4 @@
-"""How many pages fit: from an explicit number of tokens, or from what the backend can really give."""
+"""How many pages fit: by an explicit number of tokens, or by what the backend can really give."""
 
 from dataclasses import dataclass, replace
 
@@ -78,7 +78,7 @@ def size_pool(
     if pages < 1:
         raise ValueError(
             f"mem_fraction_static={mem_fraction_static} leaves {free} bytes on a device for the "
-            f"caches, and one page takes {page}: raise it, or lower page_size, or raise tp or dcp_size."
+            f"caches, and one page takes {page}: raise it or tp, or lower page_size."
         )
     return replace(spec, pages=int(pages))
 

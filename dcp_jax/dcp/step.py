@@ -5,11 +5,10 @@ Every layer reads `DcpStep`; nothing in it is derived again per layer. All row n
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dcp_jax.dcp import layout
@@ -17,8 +16,8 @@ from dcp_jax.mesh import DCP
 from dcp_jax.policy import PrefillPath
 from pallas_kernels.topk import candidate_capacity
 
-# The host builds batches of numpy arrays; in a traced step they are jax arrays.
-ArrayLike = Array | np.ndarray
+# int32 array of numpy (the host builds batches so) or of jax (in a traced step).
+IntArray = Any
 
 DCP_COMMS = ("a2a", "ag_rs")
 INDEX_CACHES = ("sharded", "replicated")
@@ -74,10 +73,10 @@ class Batch(NamedTuple):
         page_table: int32 [B, P], pages of the row in order; -1 where none is assigned.
     """
 
-    tokens: Int[ArrayLike, "B T"]
-    starts: Int[ArrayLike, " B"]
-    lengths: Int[ArrayLike, " B"]
-    page_table: Int[ArrayLike, "B P"]
+    tokens: IntArray
+    starts: IntArray
+    lengths: IntArray
+    page_table: IntArray
 
 
 @jax.tree_util.register_dataclass

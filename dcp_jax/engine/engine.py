@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from dcp_jax.cache.allocator import PageAllocator
 from dcp_jax.dcp.layout import padded, pages_needed
@@ -9,6 +10,23 @@ from dcp_jax.engine.runner import Row, Runner, StepResult
 from dcp_jax.engine.sequence import Sequence
 from dcp_jax.mesh import tp_size
 from dcp_jax.policy import PrefillPath, PrefillPolicy, choose_path
+
+
+class Chunk(NamedTuple):
+    """One step of a prefill: positions start..start+length-1 of the prompt."""
+
+    start: int
+    length: int
+    path: PrefillPath
+    result: StepResult
+
+
+class Progress(NamedTuple):
+    """What a step added: prompt tokens read, tokens generated, requests finished."""
+
+    prefilled: int = 0
+    generated: int = 0
+    finished: int = 0
 
 
 class Engine:
@@ -37,8 +55,8 @@ class Engine:
         """Pages that `tokens` tokens of one sequence take."""
         return pages_needed(tokens, self.runner.spec.page_size, self.runner.dcp_size)
 
-    def run(self, sequences: list[Sequence], on_step: Callable[[int, int], None]) -> None:
-        """Run to the end, in order of the list; `on_step(tokens, finished)` after every step.
+    def run(self, sequences: list[Sequence], on_step: Callable[[Progress], None]) -> None:
+        """Run to the end, in order of the list; `on_step` hears of every step.
 
         Pages are given back whatever happens, so an interrupted call leaves the engine usable.
         """
@@ -51,7 +69,7 @@ class Engine:
                         sequence = waiting.popleft()
                         sequence.pages = self.allocator.allocate(need)
                         running.append(sequence)
-                        self._prefill(sequence)
+                        self._prefill(sequence, on_step)
                         running = self._retire(running, 1, on_step)
                         continue
                 self._decode(running)
@@ -60,19 +78,23 @@ class Engine:
             for sequence in running:
                 self._release(sequence)
 
-    def prefill_chunks(self, tokens: list[int], pages: list[int], **changes) -> Iterator[tuple]:
-        """Prefill chunk by chunk: yields (start, path, StepResult) of each.
+    def prefill_chunks(
+        self, tokens: list[int], pages: list[int], *, chunk: int | None = None, **changes
+    ) -> Iterator[Chunk]:
+        """Prefill chunk by chunk.
 
         Args:
             tokens: the prompt.
             pages: its pages.
-            **changes: fields of `StepOptions`, and `chunk` to take fewer tokens at a time.
+            chunk: take fewer tokens at a time than `chunked_prefill_size`.
+            **changes: fields of `StepOptions`.
         """
-        chunk = min(self.chunked_prefill_size, changes.pop("chunk", self.chunked_prefill_size))
-        for start in range(0, len(tokens), chunk):
-            part = tokens[start : start + chunk]
+        size = min(self.chunked_prefill_size, chunk or self.chunked_prefill_size)
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
             path = self._path(start, len(part))
-            yield start, path, self.runner.step([Row(part, start, pages)], path=path, **changes)
+            result = self.runner.step([Row(part, start, pages)], path=path, **changes)
+            yield Chunk(start, len(part), path, result)
 
     def reserve(self, tokens: int) -> list[int]:
         """Pages for a prompt that is only read (score, explain); give them back with `free`."""
@@ -91,12 +113,12 @@ class Engine:
             gathered_heads=heads,
         )
 
-    def _prefill(self, sequence: Sequence) -> None:
-        result: StepResult | None = None
-        for _, _, result in self.prefill_chunks(sequence.prompt_token_ids, sequence.pages):
-            pass
-        assert result is not None, "an empty prompt is refused before it gets here"
-        sequence.append(result.next_tokens[0], self.eos_token_ids)
+    def _prefill(self, sequence: Sequence, on_step: Callable[[Progress], None]) -> None:
+        token = -1
+        for chunk in self.prefill_chunks(sequence.prompt_token_ids, sequence.pages):
+            on_step(Progress(prefilled=chunk.length))
+            (token,) = chunk.result.next_tokens
+        sequence.append(token, self.eos_token_ids)
 
     def _decode(self, running: list[Sequence]) -> None:
         rows = [Row(s.output_token_ids[-1:], s.cached_tokens, s.pages) for s in running]
@@ -109,7 +131,7 @@ class Engine:
         for sequence in running:
             if sequence.finish_reason is not None:
                 self._release(sequence)
-        on_step(tokens, len(running) - len(still))
+        on_step(Progress(generated=tokens, finished=len(running) - len(still)))
         return still
 
     def _release(self, sequence: Sequence) -> None:

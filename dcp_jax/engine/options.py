@@ -1,6 +1,7 @@
 """Checks of the options of an engine before a backend starts: every problem in one message."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
 from pallas_kernels.dispatch import IMPLEMENTATIONS
@@ -21,7 +22,7 @@ class Resolved:
     """Options with their aliases and "auto" resolved; `kv_dtype` None follows the model's dtype."""
 
     kv_dtype: str | None
-    dcp_comm: str
+    dcp_comm: Literal["a2a", "ag_rs"]
 
 
 def check_options(
@@ -53,7 +54,7 @@ def check_options(
 
     def count(name, value, optional=False):
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole and value >= 1 or optional and value is None):
+        if not ((whole and value >= 1) or (optional and value is None)):
             problems.append(f"{name}={value!r} is not a count: give a whole number of at least 1")
 
     choice("dtype", dtype, DTYPES)
@@ -71,13 +72,13 @@ def check_options(
     count("max_total_tokens", max_total_tokens, optional=True)
     if not 0 < mem_fraction_static <= 1:
         problems.append(
-            f"mem_fraction_static={mem_fraction_static} is not a share of the memory: give a number "
-            "above 0 and at most 1"
+            f"mem_fraction_static={mem_fraction_static} is not a share of the memory: give a "
+            "number above 0 and at most 1"
         )
     if dcp_size == 1 and dcp_comm != "auto":
         problems.append(
-            f"dcp_comm={dcp_comm!r} has no effect with dcp_size=1, where nothing is exchanged: leave "
-            "it at 'auto', or raise dcp_size"
+            f"dcp_comm={dcp_comm!r} has no effect with dcp_size=1, where nothing is exchanged: "
+            "leave it at 'auto', or raise dcp_size"
         )
     if dcp_size == 1 and index_cache == "replicated":
         problems.append(
@@ -85,7 +86,11 @@ def check_options(
             "key: leave it at 'sharded', or raise dcp_size"
         )
     if problems:
-        raise ValueError(problems[0] + "." if len(problems) == 1 else "\n".join(
-            [f"{len(problems)} options cannot be used:", *(f"- {p}." for p in problems)]
-        ))
+        raise ValueError(
+            problems[0] + "."
+            if len(problems) == 1
+            else "\n".join(
+                [f"{len(problems)} options cannot be used:", *(f"- {p}." for p in problems)]
+            )
+        )
     return Resolved(KV_CACHE_DTYPES[kv_cache_dtype], "a2a" if dcp_comm == "auto" else dcp_comm)

@@ -18,7 +18,7 @@ from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import Collective, collectives, received_by_kind
 from dcp_jax.mesh import DCP
-from dcp_jax.model import Explanation, Model, StepOutput
+from dcp_jax.model import Model, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class StepResult:
     """
 
     next_tokens: list[int]
-    logits: np.ndarray | None
+    logits: Any
     hidden: jax.Array | None
-    explanation: Explanation | None
+    explanation: Any
     received_bytes: dict[str, int]
     reruns: int
 

@@ -1,6 +1,6 @@
 """The lightning indexer: which cached tokens a query token attends to.
 
-    score[t, u] = sum_h weights[t, h] * relu(q[t, h] . k[u])        (DeepSeek-V3.2, arXiv 2512.02556)
+    score[t, u] = sum_h weights[t, h] * relu(q[t, h] . k[u])      (DeepSeek-V3.2, arXiv 2512.02556)
 
 and the selection is the exact top `index_topk` of the visible tokens in the total order (score
 descending, then position ascending), the same set on every rank and for every dcp_size.
@@ -70,7 +70,9 @@ class Indexer(nnx.Module):
         self.k_norm_weight = param((dim,), jnp.float32)
         self.k_norm_bias = param((dim,), jnp.float32)
 
-    def queries(self, q_latent: Array, x: Array, rope: tuple, fp8: bool, rotate: bool) -> IndexQueries:
+    def queries(
+        self, q_latent: Array, x: Array, rope: tuple, fp8: bool, rotate: bool
+    ) -> IndexQueries:
         """Queries [B, T, heads, dim] from the normalised query latent, weights from the input."""
         q = self._position(einsum("btq,hdq->bthd", q_latent, self.wq_b[...]), rope, rotate)
         heads, dim = q.shape[-2:]
@@ -139,7 +141,8 @@ def _select_owned(queries, cache, base, k, spec, step, opts) -> Selection:
     ranks = axis_size(DCP)
     keys_here = step.page_table.shape[1] * spec.page_size
     candidates = index_topk(
-        *queries,
+        queries.q,
+        queries.weights,
         cache.index_k,
         cache.index_scale,
         step.page_table,
@@ -177,13 +180,16 @@ def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
     if spec.index_replicated:
         index = _topk_of_replica(queries, cache, base, k, spec, step, opts)
     else:
-        batch, pages = step.page_table.shape
+        batch = step.page_table.shape[0]
         rows = base + pool_rows_in_order(step.page_table, spec.page_size)
         keys = gather_keys(cache.index_k[rows], "index_k")
-        scale = None if cache.index_scale is None else gather_keys(cache.index_scale[rows], "index_k")
+        scale = (
+            None if cache.index_scale is None else gather_keys(cache.index_scale[rows], "index_k")
+        )
         length = keys.shape[1]
         index = index_topk(
-            *queries,
+            queries.q,
+            queries.weights,
             keys.reshape(-1, keys.shape[-1]),
             None if scale is None else scale.reshape(-1),
             jnp.arange(batch, dtype=jnp.int32)[:, None],
@@ -202,7 +208,8 @@ def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
 def _topk_of_replica(queries, cache, base, k, spec, step, opts) -> Int[Array, "B T K"]:
     keys_here = step.page_table.shape[1] * spec.index_page_size
     return index_topk(
-        *queries,
+        queries.q,
+        queries.weights,
         cache.index_k,
         cache.index_scale,
         step.page_table,
@@ -223,7 +230,7 @@ def _pool_rows(page_table: Array, index: Array, page_size: int) -> Int[Array, "B
 
 
 def pool_rows_in_order(page_table: Int[Array, "B P"], page_size: int) -> Int[Array, "B S"]:
-    """Pool rows of a row's local keys 0, 1, 2, ...; unassigned pages read page 0 (never selected)."""
+    """Pool rows of a row's local keys 0, 1, 2, ...; no page reads page 0 (never selected)."""
     offsets = jnp.arange(page_size, dtype=jnp.int32)
     rows = jnp.maximum(page_table, 0)[..., None] * page_size + offsets
     return rows.reshape(page_table.shape[0], -1)

@@ -3,7 +3,8 @@
 Only the latent (`kv_c`) and one rotated key (`k_pe`) per token are cached. The key up-projection is
 applied to the query, the value up-projection to the output, so attention runs in latent space:
 
-    s[t, u] = (q_nope W_uk . kv_c[u] + q_pe . k_pe[u]) * softmax_scale,   o = W_uv sum_u p[t, u] kv_c[u]
+    s[t, u] = (q_nope W_uk . kv_c[u] + q_pe . k_pe[u]) * softmax_scale
+    o[t] = W_uv sum_u softmax(s)[t, u] kv_c[u]
 """
 
 import jax
@@ -28,7 +29,7 @@ from pallas_kernels.sparse_mla import LatentPool, sparse_mla
 
 
 class Attention(nnx.Module):
-    """One layer's attention; heads shard over the tensor-parallel group, down-projections do not."""
+    """One layer's attention; heads shard over the tensor-parallel group."""
 
     def __init__(self, cfg: ModelConfig, heads: int, dtype: jnp.dtype, has_indexer: bool):
         """`heads` is the padded global head count; a padded head has zero weights."""
@@ -73,7 +74,9 @@ class Attention(nnx.Module):
             opts: static options.
         """
         cfg = self.cfg
-        q_latent = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_layernorm[...], cfg.latent_norm_eps)
+        q_latent = rms_norm(
+            linear(x, self.q_a_proj[...]), self.q_a_layernorm[...], cfg.latent_norm_eps
+        )
         kv = linear(x, self.kv_a_proj[...])
         kv_c = rms_norm(kv[..., : cfg.kv_lora_rank], self.kv_a_layernorm[...], cfg.latent_norm_eps)
         k_pe = apply_rope(kv[..., cfg.kv_lora_rank :], rope, interleaved=True)
@@ -93,6 +96,7 @@ class Attention(nnx.Module):
                 step=step,
                 opts=opts,
             )
+        assert selection is not None, "the first layer is a full one (ModelConfig refuses others)"
 
         q = einsum("btq,hnq->bthn", q_latent, self.q_b_proj[...])
         q_pe = apply_rope(q[..., cfg.qk_nope_head_dim :], rope, interleaved=True)
@@ -136,7 +140,9 @@ def _attend_owned(q, pool, base, selection, *, scale, spec, step, opts) -> Float
     return MERGE_HEADS[opts.dcp_comm](out, lse, q.dtype)
 
 
-def _attend_gathered(q, pool, base, selection, *, scale, spec, step, opts) -> Float[Array, "B T H C"]:
+def _attend_gathered(
+    q, pool, base, selection, *, scale, spec, step, opts
+) -> Float[Array, "B T H C"]:
     """Own heads over every rank's rows, gathered chunk by chunk; partials merge in float32.
 
     Per chunk of S keys over all ranks: all-gather latents, k_pe (and scales), S/W rows each.

@@ -19,7 +19,7 @@ MAX_BLOCK = 128
 
 
 class SwiGLU(nnx.Module):
-    """`down(silu(gate x) * up x)`, intermediate dimension sharded; returns this rank's partial sum."""
+    """`down(silu(gate x) * up x)`, the intermediate dimension sharded."""
 
     def __init__(self, hidden: int, intermediate: int, dtype: jnp.dtype):
         """`intermediate` is the padded global size."""
@@ -54,7 +54,9 @@ def route(
     The bias decides which experts, never their weights. With groups, only the `topk_group` groups
     with the largest sum of their two best experts take part.
     """
-    scores = jax.nn.sigmoid(jnp.einsum("nd,ed->ne", x.astype(jnp.float32), gate, precision="highest"))
+    scores = jax.nn.sigmoid(
+        jnp.einsum("nd,ed->ne", x.astype(jnp.float32), gate, precision="highest")
+    )
     biased = scores + correction_bias
     if cfg.n_group > 1:
         groups = biased.reshape(biased.shape[0], cfg.n_group, -1)
@@ -108,7 +110,9 @@ def grouped_swiglu(
 
     parts, _ = jax.lax.scan(multiply, jnp.zeros((pairs, x.shape[-1]), x.dtype), (pair, expert))
     parts = parts.reshape(tokens, per_token, -1)
-    return jnp.einsum("nkd,nk->nd", parts, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum("nkd,nk->nd", parts, weights, preferred_element_type=jnp.float32).astype(
+        x.dtype
+    )
 
 
 class MoE(nnx.Module):

@@ -8,7 +8,9 @@ from jaxtyping import Array, Float
 INDEX_NORM_EPS = 1e-6
 
 
-def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
+def rms_norm(
+    x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*N D"]:
     """`weight * x / rms(x)`, cast to x's dtype before the weight, as Hugging Face does."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -60,7 +60,9 @@ def bind(graph: Any, state: nnx.State, params: dict) -> Any:
         return node
 
     leaves = [variable.replace(value_at(path)) for path, variable in flat]
-    return nnx.merge(graph, nnx.from_flat_state(list(zip((p for p, _ in flat), leaves, strict=True))))
+    return nnx.merge(
+        graph, nnx.from_flat_state(list(zip((p for p, _ in flat), leaves, strict=True)))
+    )
 
 
 def specs(defs: dict) -> dict:

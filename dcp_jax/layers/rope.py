@@ -33,7 +33,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
 def rope_table(
     rope: RopeConfig, dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """cos and sin of `positions * inverse_frequencies`, float32, YaRN's attention factor included."""
+    """float32 cos and sin of `positions * inverse_frequencies`, times YaRN's attention factor."""
     angle = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, dim)
     factor = rope.attention_factor
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -54,5 +54,9 @@ def apply_rope(
     else:
         a, b = jnp.split(x32, 2, axis=-1)
     rotated = a * cos - b * sin, b * cos + a * sin
-    y = jnp.stack(rotated, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(rotated, -1)
+    y = (
+        jnp.stack(rotated, axis=-1).reshape(x.shape)
+        if interleaved
+        else jnp.concatenate(rotated, -1)
+    )
     return y.astype(x.dtype)
