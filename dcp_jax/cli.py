@@ -18,8 +18,8 @@ from tyro.conf import Positional, arg
 from dcp_jax.policy import PrefillPolicy
 
 
-def _aliases(*names: str):
-    return arg(aliases=[f"--{name}" if len(name) > 3 else f"-{name}" for name in names])
+def _aliases(*flags: str):
+    return arg(aliases=flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,32 +30,32 @@ class EngineArgs:
     """Checkpoint directory, Hugging Face or Orbax."""
     model_path: Path | None = None
     """The same, as an option."""
-    tp: Annotated[int, _aliases("tp-size", "tensor-parallel-size", "tp")] = 1
+    tp: Annotated[int, _aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 1
     """Devices that the weights are spread over, in all."""
-    dcp_size: Annotated[int, _aliases("decode-context-parallel-size", "dcp", "--dcp")] = 1
+    dcp_size: Annotated[int, _aliases("--decode-context-parallel-size", "--dcp", "-dcp")] = 1
     """How many of them share the tokens of the caches; divides tp."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 computes with highest precision."""
     kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches."""
-    dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], _aliases("dcp-comm-backend")] = "auto"
+    dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], _aliases("--dcp-comm-backend")] = "auto"
     """Collectives of the merge of partial attention outputs."""
     index_cache: Literal["sharded", "replicated"] = "sharded"
     """Indexer keys sharded over the ranks, or whole on each of them."""
-    kernels: Literal["auto", "xla", "mosaic_gpu", "triton"] = "auto"
+    kernels: Literal["auto", "xla"] = "auto"
     """Implementation of every op."""
-    max_model_len: Annotated[int | None, _aliases("context-length", "session-len")] = None
+    max_model_len: Annotated[int | None, _aliases("--context-length", "--session-len")] = None
     """Tokens of a prompt and its continuation together."""
-    max_running_requests: Annotated[int, _aliases("max-num-seqs", "max-batch-size")] = 64
+    max_running_requests: Annotated[int, _aliases("--max-num-seqs", "--max-batch-size")] = 64
     """Sequences decoded together."""
     chunked_prefill_size: Annotated[
-        int, _aliases("max-num-batched-tokens", "max-prefill-token-num")
+        int, _aliases("--max-num-batched-tokens", "--max-prefill-token-num")
     ] = 8192
     """Tokens of a prompt per step."""
-    page_size: Annotated[int, _aliases("block-size")] = 64
+    page_size: Annotated[int, _aliases("--block-size")] = 64
     """Rows of a page on each rank."""
     mem_fraction_static: Annotated[
-        float, _aliases("gpu-memory-utilization", "cache-max-entry-count")
+        float, _aliases("--gpu-memory-utilization", "--cache-max-entry-count")
     ] = 0.9
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
@@ -63,25 +63,37 @@ class EngineArgs:
     prefill: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
     """Thresholds of the prefill paths."""
 
-    def load(self):
-        """The `LLM` that these options describe."""
+    def load(self, prompts: list):
+        """The `LLM` that these options describe; unusable prompts are refused before it loads."""
         model = self.model or self.model_path
         if model is None or (self.model and self.model_path):
             raise ValueError(
                 "give the checkpoint directory once: as the first argument or as --model-path."
             )
+        from dcp_jax.config import ModelConfig
         from dcp_jax.llm import LLM
+        from dcp_jax.prompts import check_fits, token_ids
+        from dcp_jax.tokenizer import load_tokenizer
 
+        config, tokenizer = ModelConfig.from_hf(model), load_tokenizer(model)
+        for number, prompt in enumerate(prompts):
+            name = f"prompt {number}"
+            ids = token_ids(prompt, name, tokenizer, config.vocab_size)
+            limit = self.max_model_len or config.max_position_embeddings
+            check_fits(ids, name, limit, generate=0)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("model", "model_path", "prefill", "kernels"):
             options.pop(name)
-        return LLM(
+        llm = LLM(
             model,
             prefill_policy=self.prefill,
             kernels=None if self.kernels == "auto" else self.kernels,
             progress=True,
             **options,
         )
+        for name, (real, held) in llm.padding.items():
+            print(f"{name}: zero-padded from {real} to {held} for tp={self.tp}", file=sys.stderr)
+        return llm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +126,9 @@ def _ids(text: str) -> list[int]:
 class Generate:
     """Continue prompts, greedily."""
 
-    engine: tyro.conf.OmitArgPrefixes[EngineArgs]
-    prompts: tyro.conf.OmitArgPrefixes[Prompts]
-    max_tokens: Annotated[int, _aliases("max-new-tokens")] = 16
+    engine: Annotated[EngineArgs, arg(name="")]
+    prompts: Annotated[Prompts, arg(name="")]
+    max_tokens: Annotated[int, _aliases("--max-new-tokens")] = 16
     """Tokens to generate at most."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
@@ -129,7 +141,7 @@ class Generate:
 
         prompts = self.prompts.listed()
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
-        for output in self.engine.load().generate(prompts, params):
+        for output in self.engine.load(prompts).generate(prompts, params):
             completion = output.outputs[0]
             if self.json:
                 print(json.dumps(dataclasses.asdict(output)))
@@ -142,8 +154,8 @@ class Generate:
 class Explain:
     """Show what the indexer selects for a prompt, who owns it and what the ranks exchange."""
 
-    engine: tyro.conf.OmitArgPrefixes[EngineArgs]
-    prompts: tyro.conf.OmitArgPrefixes[Prompts]
+    engine: Annotated[EngineArgs, arg(name="")]
+    prompts: Annotated[Prompts, arg(name="")]
     layers: tuple[int, ...] = ()
     """Full layers to show; default: all."""
     positions: bool = False
@@ -154,7 +166,7 @@ class Explain:
         from dcp_jax.tables import exchange_table, selection_table
 
         prompts = self.prompts.listed()
-        llm = self.engine.load()
+        llm = self.engine.load(prompts)
         for number, prompt in enumerate(prompts):
             report = llm.explain(prompt, list(self.layers) or None)
             paths = ", ".join(dict.fromkeys(path.value for path in report.prefill_paths))
@@ -196,7 +208,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         command.run(Console())
     except ValueError as error:
-        Console(stderr=True).print(f"dcp-jax: {error}", markup=False, highlight=False)
+        print(f"dcp-jax: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -19,6 +19,7 @@ from dcp_jax.engine.engine import Chunk, Engine, Progress
 from dcp_jax.engine.options import check_options
 from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sequence import CompletionOutput, RequestOutput, SamplingParams, Sequence
+from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import DCP, check_sizes, make_mesh, tp_size
 from dcp_jax.model import Model
 from dcp_jax.policy import PrefillPolicy
@@ -44,6 +45,7 @@ class LLM:
         config: the model's configuration.
         capacity: tokens that fit in the caches, and their bytes.
         max_model_len: tokens of a prompt and its continuation together, at most.
+        padding: sizes that tp does not divide: name -> (real size, zero-padded size in memory).
         engine: the loop over steps; `engine.runner` holds the caches and counts compilations.
     """
 
@@ -177,6 +179,9 @@ class LLM:
             chunked_prefill_size=chunked_prefill_size,
         )
         self.capacity: Capacity = capacity(spec)
+        self.padding = padding(self.config, tp)
+        for name, (real, held) in self.padding.items():
+            logger.info("%s is padded from %s to %s for tp=%s", name, real, held, tp)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory) if directory else None
 
     def _load(self, directory: Path, progress: bool) -> dict:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float
 from dcp_jax.cache.pool import CacheSpec, KVCache, Leaf
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp import layout
-from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import Batch, DcpStep, StepOptions, step_here
 from dcp_jax.layers import param as params_lib
 from dcp_jax.layers.decoder import DecoderLayer
@@ -25,8 +24,9 @@ from dcp_jax.layers.indexer import Selection
 from dcp_jax.layers.norms import rms_norm
 from dcp_jax.layers.param import param
 from dcp_jax.layers.rope import rope_table
+from dcp_jax.layers.sizes import Sizes
 from dcp_jax.layers.vocab import argmax_token, embed, local_logits
-from dcp_jax.mesh import DCP, TP
+from dcp_jax.mesh import DCP, TP, tp_size
 from dcp_jax.mtp import NextN
 from dcp_jax.policy import PrefillPath
 
@@ -34,20 +34,21 @@ from dcp_jax.policy import PrefillPath
 class Transformer(nnx.Module):
     """Parameters of the model; layers are keyed by their number."""
 
-    def __init__(self, cfg: ModelConfig, tp: int, dtype: jnp.dtype, with_mtp: bool):
-        """Sizes are global, padded to multiples of `tp`."""
-        vocab = padded(cfg.vocab_size, tp)
-        self.embed = param((vocab, cfg.hidden_size), dtype, ("vocab",))
+    def __init__(self, cfg: ModelConfig, sizes: Sizes, dtype: jnp.dtype, with_mtp: bool):
+        """`sizes` are global and padded."""
+        self.embed = param((sizes.vocab, cfg.hidden_size), dtype, ("vocab",))
         self.norm = param((cfg.hidden_size,), dtype)
-        self.lm_head = param((vocab, cfg.hidden_size), dtype, ("vocab",))
+        self.lm_head = param((sizes.vocab, cfg.hidden_size), dtype, ("vocab",))
         self.layers = nnx.Dict(
             {
-                str(i): DecoderLayer(cfg, tp, dtype, full=cfg.is_full(i), sparse=cfg.is_sparse(i))
+                str(i): DecoderLayer(
+                    cfg, sizes, dtype, full=cfg.is_full(i), sparse=cfg.is_sparse(i)
+                )
                 for i in range(cfg.num_hidden_layers)
             }
         )
         if with_mtp:
-            self.mtp = NextN(cfg, tp, dtype)
+            self.mtp = NextN(cfg, sizes, dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -104,8 +105,8 @@ class Model:
 
     @cached_property
     def _abstract(self) -> tuple[Any, nnx.State]:
-        tp = self.mesh.shape[TP[0]] * self.mesh.shape[TP[1]]
-        return params_lib.abstract(lambda: Transformer(self.cfg, tp, self.dtype, self.with_mtp))
+        sizes = Sizes.padded(self.cfg, tp_size(self.mesh))
+        return params_lib.abstract(lambda: Transformer(self.cfg, sizes, self.dtype, self.with_mtp))
 
     @cached_property
     def param_defs(self) -> dict:

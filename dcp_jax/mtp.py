@@ -17,20 +17,21 @@ from dcp_jax.layers.decoder import DecoderLayer, LayerResult
 from dcp_jax.layers.linear import linear
 from dcp_jax.layers.norms import rms_norm
 from dcp_jax.layers.param import param
+from dcp_jax.layers.sizes import Sizes
 
 
 class NextN(nnx.Module):
     """Parameters of the layer; embedding and output head are the main model's."""
 
-    def __init__(self, cfg: ModelConfig, tp: int, dtype: jnp.dtype):
-        """Sizes are global, padded to multiples of `tp`."""
+    def __init__(self, cfg: ModelConfig, sizes: Sizes, dtype: jnp.dtype):
+        """`sizes` are global and padded."""
         self.eps = cfg.rms_norm_eps
         hidden = cfg.hidden_size
         self.enorm = param((hidden,), dtype)
         self.hnorm = param((hidden,), dtype)
         self.eh_proj = param((hidden, 2 * hidden), dtype)
         self.norm = param((hidden,), dtype)
-        self.layer = DecoderLayer(cfg, tp, dtype, full=True, sparse=True)
+        self.layer = DecoderLayer(cfg, sizes, dtype, full=True, sparse=True)
 
     def __call__(
         self,

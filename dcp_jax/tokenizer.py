@@ -1,11 +1,12 @@
 """Text to ids and back, by the checkpoint's `tokenizer.json`."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tokenizers import Tokenizer as HfTokenizer
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer."""
 

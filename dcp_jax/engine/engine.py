@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dcp_jax.cache.allocator import PageAllocator
-from dcp_jax.dcp.layout import padded, pages_needed
+from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.engine.runner import Row, Runner, StepResult
 from dcp_jax.engine.sequence import Sequence
+from dcp_jax.layers.sizes import Sizes
 from dcp_jax.mesh import tp_size
 from dcp_jax.policy import PrefillPath, PrefillPolicy, choose_path
 
@@ -105,7 +106,7 @@ class Engine:
             return PrefillPath.OWNED  # one rank owns every row: both paths are the same program
         model = self.runner.model
         tp = tp_size(model.mesh)
-        heads = padded(model.cfg.num_attention_heads, tp) * self.runner.dcp_size // tp
+        heads = Sizes.padded(model.cfg, tp).heads * self.runner.dcp_size // tp
         return choose_path(
             self.policy,
             prefix_tokens=prefix_tokens,

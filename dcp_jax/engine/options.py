@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
-from pallas_kernels.dispatch import IMPLEMENTATIONS
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -14,6 +14,8 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "fp8_e4m3",
     "fp8": "fp8_e4m3",
 }
+# Grows with the kernels: an implementation that no op has yet is refused here, not while tracing.
+KERNELS = ("xla",)
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -62,7 +64,7 @@ def check_options(
     choice("dcp_comm", dcp_comm, ("auto", *DCP_COMMS))
     choice("index_cache", index_cache, INDEX_CACHES)
     if kernels is not None:
-        choice("kernels", kernels, IMPLEMENTATIONS)
+        choice("kernels", kernels, KERNELS)
     count("tp", tp)
     count("dcp_size", dcp_size)
     count("max_model_len", max_model_len, optional=True)
@@ -85,6 +87,14 @@ def check_options(
             "index_cache='replicated' has no effect with dcp_size=1, where the one rank has every "
             "key: leave it at 'sharded', or raise dcp_size"
         )
+    if not problems and max_model_len and max_total_tokens:
+        fits = padded(max_total_tokens, page_size * dcp_size)
+        if max_model_len > fits:
+            problems.append(
+                f"max_model_len={max_model_len} does not fit a pool of {fits} tokens "
+                f"(max_total_tokens={max_total_tokens} in pages of {page_size * dcp_size}): give at "
+                f"most {fits}, or raise max_total_tokens"
+            )
     if problems:
         raise ValueError(
             problems[0] + "."

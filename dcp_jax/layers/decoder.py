@@ -8,13 +8,13 @@ from jaxtyping import Array, Float, Int
 
 from dcp_jax.cache.pool import CacheSpec, KVCache
 from dcp_jax.config import ModelConfig
-from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import DcpStep, StepOptions
 from dcp_jax.layers.indexer import Selection
 from dcp_jax.layers.mla import Attention
 from dcp_jax.layers.moe import MoE, SwiGLU
 from dcp_jax.layers.norms import rms_norm
 from dcp_jax.layers.param import param
+from dcp_jax.layers.sizes import Sizes
 
 
 class LayerResult(NamedTuple):
@@ -27,19 +27,20 @@ class LayerResult(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one layer at tensor parallelism `tp` (sizes padded to multiples of it)."""
+    """Parameters of one layer, `sizes` in all."""
 
-    def __init__(self, cfg: ModelConfig, tp: int, dtype: jnp.dtype, *, full: bool, sparse: bool):
+    def __init__(
+        self, cfg: ModelConfig, sizes: Sizes, dtype: jnp.dtype, *, full: bool, sparse: bool
+    ):
         """`full`: has an indexer of its own; `sparse`: mixture of experts."""
         self.cfg = cfg
         self.input_layernorm = param((cfg.hidden_size,), dtype)
         self.post_attention_layernorm = param((cfg.hidden_size,), dtype)
-        self.attn = Attention(cfg, padded(cfg.num_attention_heads, tp), dtype, full)
+        self.attn = Attention(cfg, sizes.heads, dtype, full)
         if sparse:
-            shared = cfg.n_shared_experts * cfg.moe_intermediate_size
-            self.mlp = MoE(cfg, padded(cfg.moe_intermediate_size, tp), padded(shared, tp), dtype)
+            self.mlp = MoE(cfg, sizes.moe_intermediate, sizes.shared_intermediate, dtype)
         else:
-            self.mlp = SwiGLU(cfg.hidden_size, padded(cfg.intermediate_size, tp), dtype)
+            self.mlp = SwiGLU(cfg.hidden_size, sizes.intermediate, dtype)
 
     def __call__(
         self,
