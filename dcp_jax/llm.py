@@ -1,7 +1,7 @@
 """`LLM`: a checkpoint on a mesh, ready to generate, score and explain from Python."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -172,6 +172,7 @@ class LLM:
                     gather_chunk_tokens=policy.gather_chunk_tokens,
                     kernels=kernels,
                 ),
+                largest_step=chunked_prefill_size,
             ),
             policy=policy,
             eos_token_ids=self.config.eos_token_ids,
@@ -192,7 +193,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
         use_tqdm: bool = True,

@@ -1,13 +1,13 @@
 """What a prompt may be, and its token ids, checked before anything runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dcp_jax.tokenizer import Tokenizer
 
-Prompt = str | list[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:

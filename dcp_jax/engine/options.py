@@ -92,8 +92,8 @@ def check_options(
         if max_model_len > fits:
             problems.append(
                 f"max_model_len={max_model_len} does not fit a pool of {fits} tokens "
-                f"(max_total_tokens={max_total_tokens} in pages of {page_size * dcp_size}): give at "
-                f"most {fits}, or raise max_total_tokens"
+                f"(max_total_tokens={max_total_tokens} in pages of {page_size * dcp_size}): give "
+                f"at most {fits}, or raise max_total_tokens"
             )
     if problems:
         raise ValueError(

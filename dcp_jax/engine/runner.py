@@ -57,7 +57,13 @@ class _Program(NamedTuple):
     traffic: list[Collective]
 
 
-def bucket(size: int, factor: int = 2, smallest: int = 1) -> int:
+# Buckets: few enough to compile, close enough not to waste much. A short page table costs so little
+# that all contexts below this many tokens share one.
+SHORT_CONTEXT = 512
+_ROWS, _TOKENS, _PAGES = 4, 4, 2  # ratio of neighbouring buckets
+
+
+def bucket(size: int, factor: int, smallest: int = 1) -> int:
     """The smallest of `smallest * factor**i` that holds `size`."""
     fits = smallest
     while fits < size:
@@ -75,11 +81,21 @@ class Runner:
         reruns: steps that ran again with full-width candidates.
     """
 
-    def __init__(self, model: Model, params: dict, spec: CacheSpec, opts: StepOptions):
+    def __init__(
+        self,
+        model: Model,
+        params: dict,
+        spec: CacheSpec,
+        opts: StepOptions,
+        *,
+        largest_step: int | None = None,
+    ):
+        """`largest_step`: tokens per row of the largest step there will be, if it is known."""
         self.model = model
         self.params = params
         self.spec = spec
         self.opts = opts
+        self.largest_step = largest_step
         self.cache = init_cache(spec, model.mesh)
         self.compile_seconds = 0.0
         self.reruns = 0
@@ -167,11 +183,13 @@ class Runner:
 
     def _pad(self, rows: Sequence[Row], table_width: int | None, tokens: int | None) -> Batch:
         """Rows as arrays of bucket sizes; padding rows have length 0 and touch nothing."""
-        count = bucket(len(rows), factor=4)
+        count = bucket(len(rows), _ROWS)
         longest = max(len(row.tokens) for row in rows)
         if tokens is None:
-            tokens = 1 if longest == 1 else bucket(longest, smallest=16)
-        width = bucket(max(table_width or 0, *(len(row.pages) for row in rows), 1))
+            tokens = 1 if longest == 1 else self._token_bucket(longest)
+        pages = max(table_width or 0, *(len(row.pages) for row in rows), 1)
+        short = pages_needed(SHORT_CONTEXT, self.spec.page_size, self.dcp_size)
+        width = bucket(pages, _PAGES, min(short, self.spec.pages))
         batch = Batch(
             tokens=np.zeros((count, tokens), np.int32),
             starts=np.zeros(count, np.int32),
@@ -195,6 +213,11 @@ class Runner:
                 f"A row of {tokens} tokens has {len(row.pages)} pages but needs {needed}, of "
                 f"{self.spec.page_size * self.dcp_size} tokens each: allocate them before the step."
             )
+
+    def _token_bucket(self, longest: int) -> int:
+        """Never beyond the largest step that the engine makes: a full chunk is not padded."""
+        fits = bucket(longest, _TOKENS, smallest=16)
+        return fits if self.largest_step is None else max(longest, min(fits, self.largest_step))
 
     def _to_host(self, output, rows, opts, received, reruns) -> StepResult:
         vocab = self.model.cfg.vocab_size

@@ -1,0 +1,305 @@
+"""`LLM`: what a user sees of generate, score, explain and capacity, and what is refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import dcp_jax as dj
+from dcp_jax.cache.pool import init_cache
+from dcp_jax.engine.engine import Progress
+from dcp_jax.mesh import make_mesh
+from dcp_jax.weights.orbax import save_orbax
+
+PROMPTS = [[7], [1, 2, 3], list(range(5, 30)), [200, 100, 50, 25, 12, 6, 3]]
+
+
+@pytest.fixture(scope="module")
+def p3(golden):
+    return golden("p3")
+
+
+@pytest.fixture(scope="module")
+def llm(p3):
+    """Four ranks, small pages, prompts of more than 32 tokens in chunks."""
+    return dj.LLM(p3.path, tp=4, dcp_size=4, dtype="float32", page_size=4, chunked_prefill_size=32)
+
+
+@pytest.fixture(scope="module")
+def alone(p3):
+    return dj.LLM(p3.path, dtype="float32", page_size=16)
+
+
+def greedy(llm, prompts, **params):
+    outs = llm.generate(prompts, dj.SamplingParams(**params), use_tqdm=False)
+    return [out.outputs[0].token_ids for out in outs]
+
+
+def test_golden_tokens_with_a_chunked_prompt_of_two_paths(llm, p3):
+    prompt, expected = (p3.arrays[k].tolist() for k in ("greedy_prompt", "greedy_tokens"))
+    assert greedy(llm, prompt, max_tokens=32, ignore_eos=True) == [expected]
+    assert llm.engine.allocator.available == llm.capacity.pages
+
+
+def test_a_ragged_batch_equals_each_prompt_alone_and_one_rank(llm, alone):
+    together = greedy(llm, PROMPTS, max_tokens=6, ignore_eos=True)
+    assert together == [greedy(llm, [p], max_tokens=6, ignore_eos=True)[0] for p in PROMPTS]
+    assert together == greedy(alone, PROMPTS, max_tokens=6, ignore_eos=True)
+
+
+def test_forms_of_a_prompt(llm):
+    (expected,) = greedy(llm, [[1, 2, 3]], max_tokens=2)
+    for prompt in ([1, 2, 3], (1, 2, 3), {"prompt_token_ids": [1, 2, 3]}, np.array([1, 2, 3])):
+        assert greedy(llm, prompt, max_tokens=2) == [expected]
+    (out,) = llm.generate([1, 2, 3], use_tqdm=False)
+    assert (out.prompt, out.prompt_token_ids, out.finished) == (None, [1, 2, 3], True)
+    assert len(out.outputs[0].token_ids) == 16
+    assert out.outputs[0].finish_reason == "length"
+
+
+def test_requests_wait_for_pages_and_give_them_back(p3, llm):
+    """A pool of three pages runs four prompts of two pages each, one after the other."""
+    small = dj.LLM(
+        p3.path,
+        tp=4,
+        dcp_size=4,
+        dtype="float32",
+        page_size=4,
+        max_total_tokens=48,
+        max_model_len=48,
+    )
+    prompts = [list(range(i, i + 20)) for i in range(4)]
+    got = greedy(small, prompts, max_tokens=4, ignore_eos=True)
+    assert got == greedy(llm, prompts, max_tokens=4, ignore_eos=True)
+    assert small.capacity.tokens == 48
+    assert small.engine.allocator.available == 3
+
+
+def test_eos_and_the_end_of_the_context(llm):
+    (free,) = greedy(llm, [[1, 2, 3]], max_tokens=8, ignore_eos=True)
+    llm.engine.eos_token_ids = (free[3],)
+    try:
+        (out,) = llm.generate([1, 2, 3], dj.SamplingParams(max_tokens=8), use_tqdm=False)
+        assert out.outputs[0].finish_reason == "stop"
+        assert out.outputs[0].token_ids == free[: free.index(free[3]) + 1]
+    finally:
+        llm.engine.eos_token_ids = ()
+    room = llm.max_model_len - 509
+    (out,) = llm.generate([[5] * 509], dj.SamplingParams(max_tokens=99), use_tqdm=False)
+    assert (len(out.outputs[0].token_ids), out.outputs[0].finish_reason) == (room, "length")
+
+
+def test_an_interrupted_call_gives_its_pages_back(llm, monkeypatch):
+    def interrupt(rows, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.runner, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(llm, PROMPTS, max_tokens=2)
+    assert llm.engine.allocator.available == llm.capacity.pages
+
+
+def test_progress_adds_up(llm):
+    seen = []
+    from dcp_jax.engine.sequence import Sequence
+
+    params = dj.SamplingParams(max_tokens=3, ignore_eos=True)
+    llm.engine.run([Sequence(p, params, limit=3) for p in PROMPTS], seen.append)
+    total = Progress(*map(sum, zip(*seen, strict=True)))
+    assert total == Progress(sum(map(len, PROMPTS)), 3 * len(PROMPTS), len(PROMPTS))
+
+
+def test_score_gives_the_reference_logits_and_their_logprobs(llm, p3):
+    ids, want = p3.arrays["input_ids"][0].tolist(), p3.arrays["logits"][0]
+    np.testing.assert_allclose(llm.score(ids), want, atol=2e-4, rtol=0)
+    some = [100, 3, 64, 3, 127]
+    np.testing.assert_allclose(llm.score(ids, some), want[some], atol=2e-4, rtol=0)
+    # A small limit only makes the chunks smaller.
+    report = llm.score(ids, output="logprobs", top_logprobs=2, max_bytes=50 * 257 * 4)
+    logprobs = want - np.log(np.exp(want.astype(np.float64)).sum(-1, keepdims=True))
+    own = logprobs[np.arange(127), ids[1:]]
+    np.testing.assert_allclose(report.token_logprobs, own, atol=4e-4, rtol=0)
+    np.testing.assert_array_equal(report.positions, np.arange(127))
+    np.testing.assert_array_equal(report.top_token_ids[:, 0], want[:-1].argmax(-1))
+    assert (np.diff(report.top_logprobs, axis=1) <= 0).all()
+
+
+def test_explain_equals_the_reference_and_counts_every_rank(llm, p3):
+    ids = p3.arrays["input_ids"][0].tolist()
+    report = llm.explain(ids)
+    assert list(report.topk_indices) == [0, 1, 3]
+    for number, layer in enumerate(report.topk_indices):
+        expected = p3.arrays["topk_indices"][number, 0]
+        np.testing.assert_array_equal(report.topk_indices[layer], expected)
+        ranks = [np.sum((expected >= 0) & (expected % 4 == rank), axis=-1) for rank in range(4)]
+        np.testing.assert_array_equal(report.owned_counts[layer], ranks)
+    for number, layer in enumerate(p3.arrays["moe_layers"].tolist()):
+        np.testing.assert_array_equal(report.expert_ids[layer], p3.arrays["expert_ids"][number, 0])
+    assert len(report.prefill_paths) == 4
+    assert report.bytes_exchanged["tp_sum"] > 0
+    assert list(llm.explain(ids[:5], layers=[3]).topk_indices) == [3]
+
+
+def test_paths_and_exchanges_of_a_forced_policy(p3):
+    """Each path reports its own exchanges, and both select the same."""
+    ids, reports = p3.arrays["input_ids"][0, :40].tolist(), {}
+    for path in dj.PrefillPath:
+        policy = dj.PrefillPolicy(force=path)
+        ranks = dj.LLM(
+            p3.path, tp=2, dcp_size=2, dtype="float32", page_size=4, prefill_policy=policy
+        )
+        reports[path] = ranks.explain(ids)
+    owned, gathered = reports[dj.PrefillPath.OWNED], reports[dj.PrefillPath.GATHERED]
+    assert set(owned.bytes_exchanged) == {"argmax", "candidates", "merge", "q", "tp_sum"}
+    assert set(gathered.bytes_exchanged) == {"argmax", "index_k", "latent", "tp_sum"}
+    for layer, chosen in owned.topk_indices.items():
+        np.testing.assert_array_equal(chosen, gathered.topk_indices[layer])
+
+
+def test_capacity_is_that_of_the_arrays(llm):
+    capacity, cache = llm.capacity, llm.engine.runner.cache
+    assert capacity.tokens == capacity.pages * capacity.page_tokens
+    leaves = {"latent": (cache.latent, cache.k_pe), "index_k": (cache.index_k,)}
+    for name, arrays in leaves.items():
+        local = sum(array.addressable_shards[0].data.nbytes for array in arrays)
+        assert capacity.rank_bytes[name] == local
+        assert capacity.bytes_per_token[name] == local / capacity.tokens
+
+
+def test_arrays_in_memory_and_orbax_directories(llm, p3, tmp_path):
+    expected = greedy(llm, PROMPTS[:2], max_tokens=1)
+    runner = llm.engine.runner
+    same = dj.LLM(
+        llm.config, params=runner.params, mesh=llm.model.mesh, dtype="float32", page_size=4
+    )
+    assert greedy(same, PROMPTS[:2], max_tokens=1) == expected
+    save_orbax(tmp_path / "saved", runner.params, p3.path)
+    restored = dj.LLM(tmp_path / "saved", tp=2, dcp_size=2, dtype="float32", page_size=4)
+    assert greedy(restored, PROMPTS[:2], max_tokens=1) == expected
+
+
+def test_fp8_cache_generates(p3):
+    ranks = dj.LLM(p3.path, tp=2, dcp_size=2, kv_cache_dtype="fp8", page_size=4)
+    assert ranks.engine.runner.cache.latent.dtype == np.uint8
+    (tokens,) = greedy(ranks, [PROMPTS[2]], max_tokens=3, ignore_eos=True)
+    assert len(tokens) == 3
+
+
+def test_padding_is_reported(p3):
+    three = dj.LLM(p3.path, tp=3, dcp_size=3, dtype="float32", page_size=4)
+    assert three.padding["heads"] == (4, 6)
+    assert three.padding["vocab"] == (257, 258)
+    assert dj.LLM(p3.path, page_size=4).padding == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    id: str
+    options: dict
+    says: str
+
+
+REFUSALS = [
+    Refusal("dcp-not-dividing-tp", {"tp": 4, "dcp_size": 3}, r"dcp_size=3 does not divide tp=4"),
+    Refusal("tp-zero", {"tp": 0}, "tp=0 is not a count"),
+    Refusal("too-few-devices", {"tp": 64}, "tp=64 needs 64 devices and 8 are visible"),
+    Refusal("kv-dtype", {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not supported"),
+    Refusal("dtype", {"dtype": "float16"}, "dtype='float16' is not supported"),
+    Refusal("comm-alone", {"dcp_comm": "a2a"}, "dcp_comm='a2a' has no effect with dcp_size=1"),
+    Refusal("index-alone", {"index_cache": "replicated"}, "no effect with dcp_size=1"),
+    Refusal("kernels", {"kernels": "cuda"}, "kernels='cuda' is not supported"),
+    Refusal("page", {"page_size": 0}, "page_size=0 is not a count"),
+    Refusal("fraction", {"mem_fraction_static": 1.5}, "mem_fraction_static=1.5"),
+    Refusal("context", {"max_model_len": 513}, "max_position_embeddings=512"),
+    Refusal(
+        "pool-too-small",
+        {"max_total_tokens": 100, "max_model_len": 200, "page_size": 16},
+        "max_model_len=200 does not fit a pool of 112 tokens",
+    ),
+    Refusal("all-at-once", {"page_size": 0, "tp": -1}, "2 options cannot be used"),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in REFUSALS])
+def test_options_are_refused_before_weights_load(case, p3, monkeypatch):
+    monkeypatch.setattr("dcp_jax.llm.load_hf", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=case.says):
+        dj.LLM(p3.path, **case.options)
+
+
+def test_unknown_options_raise(p3):
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        dj.LLM(p3.path, tensor_parallel=2)
+    with pytest.raises(TypeError, match="top_p"):
+        dj.SamplingParams(top_p=0.9)
+
+
+BAD_PROMPTS = [
+    ("text", "no tokenizer.json"),
+    ([], "prompt"),
+    ([[]], "prompt 0 is empty"),
+    ([[1], [257]], "prompt 1 has token ids outside the vocabulary: \\[257\\]"),
+    ([[1, -1]], "outside the vocabulary: \\[-1\\]"),
+    ([[1.5]], "outside the vocabulary: \\[1.5\\]"),
+    ([[True]], "outside the vocabulary: \\[True\\]"),
+    ({"prompt_token_ids": [1], "seed": 1}, "has the keys"),
+    ([[5] * 512], "prompt 0 has 512 tokens and 1 to generate, but max_model_len is 512"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS)
+def test_bad_prompts_are_refused_before_anything_runs(prompt, says, alone, monkeypatch):
+    monkeypatch.setattr(alone.engine, "run", lambda *_: pytest.fail("something ran"))
+    if prompt == []:
+        assert_nothing_to_do(alone, monkeypatch)
+        return
+    with pytest.raises(ValueError, match=says):
+        alone.generate(prompt, use_tqdm=False)
+
+
+def assert_nothing_to_do(llm, monkeypatch):
+    monkeypatch.undo()
+    assert llm.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"positions": [3]}, r"positions must lie in 0..2 for logits"),
+        ({"positions": [-1]}, r"got -1"),
+        ({"positions": [2], "output": "logprobs"}, r"0..1 for logprobs"),
+        ({"output": "probs"}, "output='probs' is unknown"),
+        ({"top_logprobs": 2}, "goes with"),
+        ({"top_logprobs": 300, "output": "logprobs"}, "at most the vocabulary, 257"),
+        ({"max_bytes": 1000}, r"take 3,084 bytes, more than max_bytes=1,000"),
+    ],
+)
+def test_score_refuses(arguments, says, alone):
+    with pytest.raises(ValueError, match=says):
+        alone.score([1, 2, 3], **arguments)
+
+
+def test_explain_refuses_shared_layers(alone):
+    with pytest.raises(ValueError, match=r"layers \[2\] have no indexer of their own"):
+        alone.explain([1, 2, 3], layers=[0, 2])
+
+
+@pytest.mark.parametrize("value", [0.7, -1.0])
+def test_sampling_is_refused_for_now(value):
+    with pytest.raises(ValueError, match=f"temperature={value}"):
+        dj.SamplingParams(temperature=value)
+
+
+@pytest.mark.parametrize("value", [0, -3, True, 2.5])
+def test_max_tokens_is_a_count(value):
+    with pytest.raises(ValueError, match="max_tokens"):
+        dj.SamplingParams(max_tokens=value)
+
+
+def test_caches_live_where_the_mesh_says(llm):
+    mesh = make_mesh(4, 4)
+    fresh = init_cache(llm.engine.runner.spec, mesh)
+    used = llm.engine.runner.cache
+    for a, b in zip(jax.tree.leaves(fresh), jax.tree.leaves(used), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
