@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_jax.engine.runner import Row
+from dcp_jax.engine.runner import Row, Runner
 from dcp_jax.policy import PrefillPath
-from dcp_jax.testing.harness import deal, open_runner, selected_sets
+from dcp_jax.testing.harness import Sequence, cached_rows, deal, open_runner, selected_sets
 
 MTP_LAYER = 3
 OWNED, GATHERED = PrefillPath.OWNED, PrefillPath.GATHERED
@@ -32,6 +32,18 @@ CASES = [
     Case("8_4_gathered", 8, 4, GATHERED, page_size=16),
     Case("8_8_replicated_ag_rs", 8, 8, OWNED, "replicated", "ag_rs"),
 ]
+
+
+def rows_of_layers(runner: Runner, sequences: list[Sequence]) -> list[bytes]:
+    """What the caches hold of the main model's layers."""
+    for sequence in sequences:
+        sequence.cached = len(sequence.tokens)
+    return [
+        cached_rows(runner, sequence, leaf, layer).tobytes()
+        for sequence in sequences
+        for leaf in ("latent", "k_pe", "index_k")
+        for layer in range(MTP_LAYER)
+    ]
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in CASES])
@@ -57,6 +69,8 @@ def test_golden_mtp(golden: Callable[[str], Any], case: Case):
     )
     first = main.next_tokens[1]
     assert first == arrays["mtp_draft_first_token"]
+
+    main_rows = rows_of_layers(runner, sequences)
 
     # Pair i holds hidden state i and token i + 1.
     pairs = [text[1:], [*prompt[1:], first]]
@@ -93,3 +107,10 @@ def test_golden_mtp(golden: Callable[[str], Any], case: Case):
         state = step.hidden
     assert drafts == arrays["mtp_draft_noshare_tokens"].tolist()
     np.testing.assert_allclose(logits, arrays["mtp_draft_noshare_logits"], atol=2e-4)
+
+    # The layer has regions of its own in both caches: the main model's rows are untouched.
+    assert rows_of_layers(runner, sequences) == main_rows
+    sequences[1].cached = len(prompt) + 2
+    for leaf, region in (("latent", MTP_LAYER), ("index_k", MTP_LAYER)):
+        drafted = cached_rows(runner, sequences[1], leaf, region)
+        assert np.abs(drafted).max(axis=1).all(), "every pair was written, the drafts' too"
