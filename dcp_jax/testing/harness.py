@@ -70,6 +70,7 @@ def open_runner(
     kv_dtype: Literal["float32", "bfloat16", "fp8_e4m3"] = "float32",
     dtype: Literal["float32", "bfloat16"] = "float32",
     with_mtp: bool = False,
+    largest_step: int | None = None,
     **options: Any,
 ) -> Runner:
     """A runner of a checkpoint, with a pool of at least `tokens` tokens over all ranks.
@@ -83,6 +84,7 @@ def open_runner(
         kv_dtype: of both caches.
         dtype: of weights and activations.
         with_mtp: load the MTP layer as well.
+        largest_step: see `Runner`.
         **options: other fields of `StepOptions`.
     """
     cfg = ModelConfig.from_hf(directory)
@@ -98,7 +100,8 @@ def open_runner(
         kv_dtype=kv_dtype,
         index_replicated=options.get("index_cache") == "replicated",
     )
-    return Runner(model, params, spec, StepOptions(page_size=page_size, **options))
+    opts = StepOptions(page_size=page_size, **options)
+    return Runner(model, params, spec, opts, largest_step=largest_step)
 
 
 @dataclass

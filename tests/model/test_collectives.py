@@ -19,7 +19,7 @@ ITEM_BYTES = {"i1": 1, "ui8": 1, "ui16": 2, "bf16": 2, "i32": 4, "ui32": 4, "f32
 
 # The model: layer 0 full and dense, layer 1 shared and sparse, layer 2 full and sparse.
 K, HEADS, HIDDEN, LATENT, ROPE, INDEX = 256, 8, 32, 32, 8, 16
-PAGE_SIZE, LOCAL_KEYS = 4, 512
+PAGE_SIZE, PAGES = 4, 128
 # ceil(K/W + 8 sqrt(K (W-1)) / W): what a rank sends when candidates are pruned.
 PRUNED = {2: 192, 3: 146, 4: 120, 8: 75}
 
@@ -90,16 +90,15 @@ class Case:
     path: PrefillPath = PrefillPath.OWNED
     tokens: int = 1
     kv_dtype: str = "float32"
-    chunks: int = 1
+    chunk_rows: int = 4096
 
     @property
     def options(self) -> dict:
-        chunk = -(-LOCAL_KEYS // self.chunks) * self.dcp
         return {
             "dcp_comm": self.dcp_comm,
             "candidates": self.candidates,
             "path": self.path,
-            "gather_chunk_tokens": chunk,
+            "gather_chunk_tokens": self.chunk_rows * self.dcp,
         }
 
 
@@ -120,14 +119,17 @@ CASES = [
     Case("owned_prefill_4", 4, 4, tokens=16),
     Case("gathered_2", 2, 2, path=GATHERED, tokens=16),
     Case("gathered_8_of_4_ranks", 8, 4, path=GATHERED, tokens=16),
-    Case("gathered_3_in_chunks", 3, 3, path=GATHERED, tokens=16, chunks=4),
+    Case("gathered_3_in_chunks", 3, 3, path=GATHERED, tokens=16, chunk_rows=128),
     Case("gathered_replicated_4", 4, 4, path=GATHERED, tokens=16, index_cache="replicated"),
     Case("gathered_fp8_8", 8, 8, path=GATHERED, tokens=16, kv_dtype="fp8_e4m3"),
 ]
 
 
-def expected(case: Case) -> Counter:
-    """(layer, kind, op, axes, operand bytes, in a loop) -> how many, from the design."""
+def expected(case: Case, local_keys: int) -> Counter:
+    """(layer, kind, op, axes, operand bytes, loops around it) -> how many, from the design.
+
+    `local_keys` are the rows of the page table on one rank.
+    """
     n, dcp, tp = case.tokens, case.dcp, case.tp
     local_heads = -(-HEADS // tp)
     group_heads = local_heads * dcp
@@ -146,10 +148,10 @@ def expected(case: Case) -> Counter:
             fp8 = case.kv_dtype == "fp8_e4m3"
             item, rope_item = (1, 2) if fp8 else (4, 4)
             if full and case.index_cache == "sharded":
-                add(layer, "index_k", "all_gather", ("dcp",), LOCAL_KEYS * INDEX * item)
+                add(layer, "index_k", "all_gather", ("dcp",), local_keys * INDEX * item)
                 if fp8:
-                    add(layer, "index_k", "all_gather", ("dcp",), LOCAL_KEYS * 4)
-            rows, loops = LOCAL_KEYS // case.chunks, int(case.chunks > 1)
+                    add(layer, "index_k", "all_gather", ("dcp",), local_keys * 4)
+            rows, loops = min(case.chunk_rows, local_keys), int(case.chunk_rows < local_keys)
             add(layer, "latent", "all_gather", ("dcp",), rows * LATENT * item, loops)
             add(layer, "latent", "all_gather", ("dcp",), rows * ROPE * rope_item, loops)
             if fp8:
@@ -178,7 +180,7 @@ def open_case(checkpoint: Callable[..., Path], runners: Callable[..., Runner]):
     )
 
     def open_one(tp: int, dcp: int, **options) -> Runner:
-        tokens = LOCAL_KEYS * dcp
+        tokens = PAGES * PAGE_SIZE * dcp
         return runners(
             directory, tp=tp, dcp_size=dcp, tokens=tokens, page_size=PAGE_SIZE, **options
         )
@@ -188,8 +190,7 @@ def open_case(checkpoint: Callable[..., Path], runners: Callable[..., Runner]):
 
 def trace(runner: Runner, tokens: int, **options):
     """A step of one row at the end of a context that fills its page table."""
-    pages = range(LOCAL_KEYS // PAGE_SIZE)
-    return runner.trace([Row([1] * tokens, 0, pages)], **options)
+    return runner.trace([Row([1] * tokens, 0, range(PAGES))], **options)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in CASES])
@@ -198,8 +199,12 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
     traced = trace(runner, case.tokens, **case.options)
     found = list(exchanges(traced))
     listed = Counter((e.layer, e.kind, e.op, e.axes, e.operand_bytes, e.loops) for e in found)
-    assert listed == expected(case)
+    batch = traced.in_avals[0][2]
+    local_keys = batch.page_table.shape[1] * PAGE_SIZE
+    assert local_keys >= K, "or pruning cuts nothing"
+    assert listed == expected(case, local_keys)
     # `explain` and the benches report this count; it reads the jaxpr, the test reads StableHLO.
+    chunks = -(-local_keys // case.chunk_rows)
     received: Counter[str] = Counter()
     for e in found:
         ranks = {"dcp": case.dcp, "model": case.tp // case.dcp}
@@ -211,11 +216,11 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
             "reduce_scatter": e.operand_bytes - e.result_bytes,
             "all_reduce": 2 * e.operand_bytes * (size - 1) / size,
         }[e.op]
-        received[e.kind] += round(moved) * (case.chunks if e.loops else 1)
+        received[e.kind] += round(moved) * (chunks if e.loops else 1)
     reported: Counter[str] = Counter()
     for c in collectives(traced.jaxpr, dict(runner.model.mesh.shape)):
         reported[c.kind] += c.received_bytes
-    assert reported == pytest.approx(received, abs=case.chunks * len(found))
+    assert reported == pytest.approx(received, abs=chunks * len(found))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -38,7 +38,8 @@ def prompts() -> list[list[int]]:
 def open_w(checkpoint: Callable[..., Path], runners: Callable[..., Runner]):
     """A runner of W ranks with a pool that six prompts fill at W = 8."""
     directory = checkpoint(index_topk=K)
-    return lambda W: runners(directory, tp=W, dcp_size=W, tokens=1600, explain=True)
+    sizes = {"tokens": 1600, "largest_step": max(LENGTHS)}
+    return lambda W: runners(directory, tp=W, dcp_size=W, explain=True, **sizes)
 
 
 def selections(result: StepResult, counts: Sequence[int]) -> Selected:

@@ -10,7 +10,7 @@ from dcp_jax.engine.runner import Row, Runner
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import open_runner
 
-PAGES = (64, 4096)
+PAGES = (128, 4096)  # both more than the smallest bucket of page tables
 OWNED, GATHERED = PrefillPath.OWNED, PrefillPath.GATHERED
 
 

@@ -57,7 +57,8 @@ def texts() -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def open_w(runners: Callable[..., Runner], directory: Path):
-    return lambda ranks: runners(directory, tp=ranks, dcp_size=ranks, tokens=336, explain=True)
+    sizes = {"tokens": 336, "largest_step": LENGTH}
+    return lambda ranks: runners(directory, tp=ranks, dcp_size=ranks, explain=True, **sizes)
 
 
 def run(runner: Runner, text: list[int], steps: int = 3, **changes):
