@@ -1,4 +1,4 @@
-"""The command line: `dcp-jax generate | explain | demo`.
+"""The command line: `dcp-jax generate | explain | demo | plan | check-config`.
 
 Option names are SGLang's, with vLLM's and LMDeploy's spellings as aliases. A refusal is one message
 on stderr and exit code 2.
@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from dcp_jax.cli_plan import COMMANDS as PLAN_COMMANDS
 from dcp_jax.policy import PrefillPolicy
 
 
@@ -199,7 +200,7 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of `dcp-jax`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     command = tyro.extras.subcommand_cli_from_dict(
-        {"generate": Generate, "explain": Explain, "demo": Demo},
+        {"generate": Generate, "explain": Explain, "demo": Demo, **PLAN_COMMANDS},
         prog="dcp-jax",
         description="GLM-5 and DeepSeek-V3.2 in JAX under decode context parallelism.",
         args=args,

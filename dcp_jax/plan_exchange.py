@@ -1,0 +1,132 @@
+"""Bytes that one rank receives in a step, by kind: the formulas of `dcp/collectives.py`.
+
+With n query tokens, h = heads/N of a rank's own, W ranks, C candidates and s bytes an activation,
+per layer (candidates: per full layer):
+
+    q            (W-1) n h (kv_lora_rank + rope) s
+    candidates   (W-1) n C (6, or 8 beyond 65,536 keys a rank)
+    merge, a2a   (W-1) n h (kv_lora_rank s + 4)
+    merge, ag_rs (W-1) n h (kv_lora_rank 4 + 4 W)
+    latent       (W-1) chunks B S_chunk latent_row           (GATHERED instead of q and merge)
+    index_k      (W-1) B S index_row                         (GATHERED, per full layer)
+    tp_sum       2 (N-1)/N n d s, twice per layer and once for the embedding (ring)
+    argmax       (N-1) B 8
+
+`dcp/traffic.py` reads the same numbers from a traced step, and a test holds them equal.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dcp_jax.config import ModelConfig
+from dcp_jax.plan_memory import CacheBytes, Layout
+from dcp_jax.policy import PrefillPath
+
+# Local indices of up to this many keys a rank travel as 16 bits (`pallas_kernels.topk`).
+MAX_NARROW_KEYS = 2**16
+
+
+def candidates(index_topk: int, dcp_size: int, pruned: bool = True) -> int:
+    """Pairs that each rank sends per query token: K, or K/W plus 8 sigma of an even spread."""
+    if not pruned:
+        return index_topk
+    sigma = math.sqrt(index_topk * (dcp_size - 1)) / dcp_size
+    return min(index_topk, math.ceil(index_topk / dcp_size + 8 * sigma))
+
+
+def pair_bytes(keys_per_rank: int) -> int:
+    """Bytes of one candidate: its 32-bit key and a local index of 16 or 32 bits."""
+    return 6 if keys_per_rank <= MAX_NARROW_KEYS else 8
+
+
+@dataclass(frozen=True)
+class LayerExchange:
+    """Bytes that one rank receives in one layer."""
+
+    q: int
+    candidates: int
+    merge: int
+
+
+def layer_exchange(
+    cfg: ModelConfig, layout: Layout, tokens: int, *, pairs: int, bytes_per_pair: int
+) -> LayerExchange:
+    """What one (full) layer of the owned path exchanges for `tokens` query tokens.
+
+    Args:
+        cfg: the model.
+        layout: its layout; with dcp_size=1 nothing is exchanged.
+        tokens: query tokens, over all rows.
+        pairs: candidates that each rank sends per query token.
+        bytes_per_pair: of a candidate.
+    """
+    others, heads = layout.dcp_size - 1, layout.heads(cfg)
+    rank, item = cfg.kv_lora_rank, layout.activation_bytes
+    per_head = rank * 4 + 4 * layout.dcp_size if layout.dcp_comm == "ag_rs" else rank * item + 4
+    gathered = 0 if layout.replicate_q_proj else rank + cfg.qk_rope_head_dim
+    return LayerExchange(
+        q=others * tokens * heads * gathered * item,
+        candidates=0 if layout.index_replicated else others * tokens * pairs * bytes_per_pair,
+        merge=others * tokens * heads * per_head,
+    )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A step's shapes, as the runner pads them.
+
+    Attributes:
+        rows: sequences.
+        tokens: new tokens of each.
+        pages: entries of a row's page table.
+        path: how attention meets the cache; decode is `OWNED`.
+        candidates: "pruned" or "full".
+        gather_chunk_tokens: keys gathered at a time by `GATHERED`, over all ranks.
+    """
+
+    rows: int
+    tokens: int
+    pages: int
+    path: PrefillPath = PrefillPath.OWNED
+    candidates: Literal["pruned", "full"] = "pruned"
+    gather_chunk_tokens: int = 32768
+
+
+def exchange_bytes(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, int]:
+    """Bytes that one rank receives in a step of the main model, by kind; absent kinds are 0."""
+    ranks, tp, n = layout.dcp_size, layout.tp, shape.rows * shape.tokens
+    layers, full = cfg.num_hidden_layers, len(cfg.full_layers)
+    found: dict[str, int] = {}
+    if ranks > 1 and shape.path is PrefillPath.GATHERED:
+        cache = CacheBytes.of(cfg, layout)
+        local = shape.pages * layout.page_size
+        chunk = min(max(shape.gather_chunk_tokens // ranks, 1), local)
+        keys = -(-local // chunk) * chunk
+        found["latent"] = layers * (ranks - 1) * shape.rows * keys * cache.latent_row
+        if not layout.index_replicated:
+            found["index_k"] = full * (ranks - 1) * shape.rows * local * cache.index_row
+    elif ranks > 1:
+        keys = shape.pages * layout.page_size
+        pairs = min(candidates(cfg.index_topk, ranks, shape.candidates == "pruned"), keys)
+        each = layer_exchange(cfg, layout, n, pairs=pairs, bytes_per_pair=pair_bytes(keys))
+        found["q"] = layers * each.q
+        found["candidates"] = full * each.candidates
+        found["merge"] = layers * each.merge
+    if tp > 1:
+        one_sum = round(2 * (tp - 1) / tp * n * cfg.hidden_size * layout.activation_bytes)
+        found["tp_sum"] = (2 * layers + 1) * one_sum
+        found["argmax"] = (tp - 1) * shape.rows * 8
+    return {kind: size for kind, size in found.items() if size}
+
+
+def collectives_per_step(cfg: ModelConfig, layout: Layout) -> int:
+    """Exchanges of a decode step that DCP adds, each costing a latency.
+
+    L * (c_q + c_merge) + L_full: c_q is 0 if queries are replicated, c_merge 2 for `ag_rs`.
+    """
+    if layout.dcp_size == 1:
+        return 0
+    per_layer = (0 if layout.replicate_q_proj else 1) + (2 if layout.dcp_comm == "ag_rs" else 1)
+    full = 0 if layout.index_replicated else len(cfg.full_layers)
+    return cfg.num_hidden_layers * per_layer + full
