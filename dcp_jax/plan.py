@@ -19,7 +19,7 @@ must fit on one rank, and a step with few requests leaves ranks idle: it wins at
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_jax.plan_check import RESERVE, Check, Deployment, check
+from dcp_jax.plan_check import Check, check
 from dcp_jax.plan_devices import DEVICES, Device, device
 from dcp_jax.plan_exchange import (
     LayerExchange,
@@ -29,6 +29,7 @@ from dcp_jax.plan_exchange import (
     exchange_bytes,
     layer_exchange,
 )
+from dcp_jax.plan_limits import RESERVE, Deployment
 from dcp_jax.plan_memory import (
     CacheBytes,
     Layout,

@@ -152,6 +152,12 @@ REFUSALS = [
         "--tp 16; or --weights fp8",
     ),
     Refusal(
+        "weights-and-pool",
+        ["check-config", "glm-5.2", *NODE, "--max-total-tokens", "1000"],
+        "188.8 GB of bfloat16 weights per rank",
+        "--tp 16; or --weights fp8",
+    ),
+    Refusal(
         "plan-weights",
         ["plan", "glm-5.2", "--device", "H100", "--tp", "4"],
         "of H100's 80 GB",
@@ -198,6 +204,16 @@ REFUSALS = [
         ["check-config", "glm-5", *NODE, "--dcp", "3"],
         "dcp_size=3 does not divide tp=8",
         "[1, 2, 4, 8]",
+    ),
+    Refusal(
+        "two-reasons",
+        [
+            *("check-config", "glm-5.2", *NODE, "--dcp", "2", *FP8, "--max-model-len", "1000000"),
+            *("--chunked-prefill-size", "262144"),
+        ],
+        "max_model_len=1000000 does not fit the pool of 963328 tokens (tp=8, dcp_size=2, "
+        "fp8_e4m3); a prefill, owned step of 1 x 262144 tokens needs",
+        "What does: --dcp-size 4 with --chunked-prefill-size 32768.",
     ),
     Refusal("tp", ["plan", "glm-5", "--tp", "0"], "tp=0 is not a count", "at least 1"),
     Refusal(
