@@ -12,8 +12,8 @@ _HOME = {
     "ModelConfig": "dcp_jax.config",
     "PrefillPath": "dcp_jax.policy",
     "PrefillPolicy": "dcp_jax.policy",
-    "RequestOutput": "dcp_jax.engine.sequence",
-    "SamplingParams": "dcp_jax.engine.sequence",
+    "RequestOutput": "dcp_jax.engine.outputs",
+    "SamplingParams": "dcp_jax.engine.sampling_params",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

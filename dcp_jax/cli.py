@@ -138,10 +138,12 @@ class Generate:
 
     def run(self, console: Console) -> None:
         """Load, generate, print."""
-        from dcp_jax.engine.sequence import SamplingParams
+        from dcp_jax.engine.sampling_params import SamplingParams
 
         prompts = self.prompts.listed()
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
+        )
         for output in self.engine.load(prompts).generate(prompts, params):
             completion = output.outputs[0]
             if self.json:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dcp_jax.dcp.layout import local_length
 from dcp_jax.devices import ensure_devices
-from dcp_jax.engine.sequence import SamplingParams
+from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.llm import LLM
 from dcp_jax.tables import exchange_table, rank_table, selection_table
 
@@ -29,7 +29,7 @@ def run(case: Path, dcp_size: int, console: Console) -> bool:
     with np.load(case / "golden.npz") as golden:
         prompt, expected = golden["greedy_prompt"].tolist(), golden["greedy_tokens"].tolist()
     ensure_devices(dcp_size)
-    params = SamplingParams(max_tokens=len(expected), ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=len(expected), ignore_eos=True)
     runs = {"reference": expected}
     for ranks in dict.fromkeys((1, dcp_size)):
         console.print(f"[bold]dcp_size={ranks}[/]: loading, compiling, generating ...")

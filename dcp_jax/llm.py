@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +13,26 @@ from tqdm.auto import tqdm
 
 from dcp_jax.cache.pool import CacheSpec
 from dcp_jax.cache.sizing import Capacity, capacity, size_pool
+from dcp_jax.chat.template import load_chat_template, load_template_tokens, render_chat
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.step import StepOptions
 from dcp_jax.devices import ensure_devices
-from dcp_jax.engine.engine import Chunk, Engine, Progress
+from dcp_jax.engine.engine import Engine, Progress
 from dcp_jax.engine.options import check_options
+from dcp_jax.engine.outputs import RequestOutput, StreamOutput
+from dcp_jax.engine.results import request_output, stream_pieces
 from dcp_jax.engine.runner import Runner
-from dcp_jax.engine.sequence import CompletionOutput, RequestOutput, SamplingParams, Sequence
+from dcp_jax.engine.sampling_params import SamplingParams
+from dcp_jax.engine.sequence import Sequence
+from dcp_jax.engine.text import TextStream
+from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import DCP, check_sizes, make_mesh, tp_size
 from dcp_jax.model import Model
 from dcp_jax.policy import PrefillPolicy
 from dcp_jax.prompts import Prompt, as_list, check_fits, text_of, token_ids
-from dcp_jax.reports import (
-    ExplainReport,
-    PromptLogprobs,
-    explain_report,
-    log_softmax,
-    row_of,
-)
+from dcp_jax.reports import ExplainReport, PromptLogprobs
+from dcp_jax.scoring import explain, score
 from dcp_jax.tokenizer import Tokenizer, load_tokenizer
 from dcp_jax.weights.hf import load_hf
 from dcp_jax.weights.orbax import is_orbax, load_orbax
@@ -67,6 +69,7 @@ class LLM:
         page_size: int = 64,
         mem_fraction_static: float = 0.9,
         max_total_tokens: int | None = None,
+        seed: int = 0,
         params: dict | None = None,
         mesh: Mesh | None = None,
         progress: bool = False,
@@ -89,6 +92,7 @@ class LLM:
             page_size: rows of a page on each rank.
             mem_fraction_static: of device memory, for weights and caches.
             max_total_tokens: size of the pool over all ranks; default: what fits.
+            seed: of the seeds of requests that name none.
             params: arrays already in memory, as `weights.load_hf` returns them.
             mesh: an existing mesh; replaces `tp` and `dcp_size`.
             progress: show a bar while weights load.
@@ -119,6 +123,11 @@ class LLM:
             directory, self.config = None, model
         else:
             directory, self.config = Path(model), ModelConfig.from_hf(model)
+        self.tokenizer: Tokenizer | None = load_tokenizer(directory) if directory else None
+        self.chat_template = load_chat_template(directory) if directory else None
+        self._template_tokens = load_template_tokens(directory) if directory else None
+        self.generation_config = GenerationConfig.from_hf(directory or {})
+        self.eos_token_ids = self.generation_config.united_eos(self.config.eos_token_ids)
         if directory is None and params is None:
             raise ValueError(
                 "model is a ModelConfig without params: give a directory or the params."
@@ -175,7 +184,6 @@ class LLM:
                 largest_step=chunked_prefill_size,
             ),
             policy=policy,
-            eos_token_ids=self.config.eos_token_ids,
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
         )
@@ -183,7 +191,7 @@ class LLM:
         self.padding = padding(self.config, tp)
         for name, (real, held) in self.padding.items():
             logger.info("%s is padded from %s to %s for tp=%s", name, real, held, tp)
-        self.tokenizer: Tokenizer | None = load_tokenizer(directory) if directory else None
+        self._rng = np.random.default_rng(seed)
 
     def _load(self, directory: Path, progress: bool) -> dict:
         defs, mesh = self.model.param_defs, self.model.mesh
@@ -209,30 +217,113 @@ class LLM:
         Raises:
             ValueError: a prompt that is empty, too long, or not of the vocabulary; nothing has run.
         """
-        params = sampling_params or SamplingParams()
         listed = as_list(prompts)
-        sequences = []
-        for number, prompt in enumerate(listed):
-            ids = self._read_prompt(prompt, f"prompt {number}", generate=1)
-            room = self.max_model_len - len(ids)
-            sequences.append(Sequence(ids, params, limit=min(params.max_tokens, room)))
+        groups = self._sequences(listed, sampling_params or self.default_sampling_params())
+        sequences = [sequence for group in groups for sequence in group]
         with tqdm(total=len(sequences), desc="generate", unit="req", disable=not use_tqdm) as bar:
             done = Progress()
-
-            def on_step(progress: Progress) -> None:
-                nonlocal done
+            for progress in self.engine.run(sequences):
                 done = Progress(*map(sum, zip(done, progress, strict=True)))
                 bar.update(progress.finished)
                 rate = done.generated / (bar.format_dict["elapsed"] or 1e-9)
                 bar.set_postfix_str(
                     f"{done.prefilled} prompt + {done.generated} new tokens, {rate:.1f} tok/s"
                 )
-
-            self.engine.run(sequences, on_step)
         return [
-            self._output(number, prompt, sequence)
-            for number, (prompt, sequence) in enumerate(zip(listed, sequences, strict=True))
+            request_output(str(number), text_of(prompt), group, self.tokenizer)
+            for number, (prompt, group) in enumerate(zip(listed, groups, strict=True))
         ]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        """Continue one prompt, piece by piece; stop iterating to abandon it.
+
+        Text comes as soon as it is certain: whole characters, nothing that a stop string may still
+        take back. The pieces joined are what `generate` returns.
+
+        Raises:
+            ValueError: as `generate`, before the first piece.
+        """
+        params = sampling_params or self.default_sampling_params()
+        (group,) = self._sequences([prompt], params)
+        return stream_pieces(self.engine, group)
+
+    def chat(
+        self,
+        messages: list,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: list[dict] | None = None,
+        use_tqdm: bool = True,
+        **template_options,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several.
+
+        Args:
+            messages: [{"role": ..., "content": ...}, ...], or a list of such lists.
+            sampling_params: the same for all; without it, answers may fill the context.
+            tools: function descriptions in OpenAI's form.
+            use_tqdm: show a bar.
+            **template_options: what the chat template takes (`enable_thinking`, ...).
+
+        Raises:
+            ValueError: messages that the template refuses, no tokenizer, and as `generate`.
+        """
+        several = messages and isinstance(messages[0], list)
+        prompts = [
+            self.chat_prompt(conversation, tools=tools, **template_options)
+            for conversation in (messages if several else [messages])
+        ]
+        params = sampling_params or replace(self.default_sampling_params(), max_tokens=None)
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: list[dict], *, tools=None, **template_options) -> dict:
+        """The prompt of a conversation: its token ids by the checkpoint's chat template."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "chat needs text, and the checkpoint has no tokenizer: render the conversation "
+                "yourself and pass token ids to generate."
+            )
+        text = render_chat(
+            messages,
+            template=self.chat_template,
+            model_type=self.config.model_type,
+            tools=tools,
+            tokens=self._template_tokens,
+            **template_options,
+        )
+        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else the usual defaults."""
+        defaults: dict[str, Any] = dict(self.generation_config.sampling_defaults())
+        return SamplingParams(**defaults)
+
+    def _sequences(self, prompts: list, params: SamplingParams) -> list[list[Sequence]]:
+        """`n` sequences per prompt, all checked before any runs."""
+        vocab = self.config.vocab_size
+        params.check_for(vocab, has_tokenizer=self.tokenizer is not None)
+        groups = []
+        for number, prompt in enumerate(prompts):
+            ids = self._read_prompt(prompt, f"prompt {number}", generate=1)
+            room = self.max_model_len - len(ids)
+            limit = room if params.max_tokens is None else min(params.max_tokens, room)
+            seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
+            groups.append(
+                [
+                    Sequence(
+                        ids,
+                        params,
+                        limit,
+                        seed=int(np.random.SeedSequence([seed, i]).generate_state(1)[0]),
+                        eos_token_ids=self.eos_token_ids,
+                        text=TextStream(self.tokenizer, ids, params) if self.tokenizer else None,
+                    )
+                    for i in range(params.n)
+                ]
+            )
+        return groups
 
     def score(
         self,
@@ -255,45 +346,8 @@ class LLM:
         Raises:
             ValueError: positions outside the prompt, or a result larger than `max_bytes`.
         """
-        if output not in ("logits", "logprobs"):
-            raise ValueError(f'output={output!r} is unknown: use "logits" or "logprobs".')
         ids = self._read_prompt(prompt, "the prompt", generate=0)
-        vocab = self.config.vocab_size
-        last = len(ids) if output == "logits" else len(ids) - 1
-        wanted = np.arange(last) if positions is None else np.asarray(positions, np.int64)
-        if wanted.size and not (wanted.min() >= 0 and wanted.max() < last):
-            raise ValueError(
-                f"positions must lie in 0..{last - 1} for {output} of a prompt of {len(ids)} "
-                f"tokens: got {wanted.min()} to {wanted.max()}."
-            )
-        if not 0 <= top_logprobs <= vocab or (top_logprobs and output == "logits"):
-            raise ValueError(
-                f"top_logprobs={top_logprobs} with output={output!r}: it goes with "
-                f'output="logprobs" and is at most the vocabulary, {vocab}.'
-            )
-        if output == "logits" and wanted.size * vocab * 4 > max_bytes:
-            raise ValueError(
-                f"the logits of {wanted.size} positions take {wanted.size * vocab * 4:,} bytes, "
-                f"more than max_bytes={max_bytes:,}: name fewer positions, use "
-                'output="logprobs", or raise max_bytes.'
-            )
-        parts, ascending = [], np.sort(wanted)
-        for chunk in self._read(ids, chunk=max(1, max_bytes // (vocab * 4)), logits="all"):
-            end = chunk.start + chunk.length
-            here = ascending[(ascending >= chunk.start) & (ascending < end)]
-            logits = chunk.result.logits[0, here - chunk.start]
-            parts.append(self._scored(logits, here, ids, output, top_logprobs))
-        asked = np.argsort(np.argsort(wanted, kind="stable"), kind="stable")
-        joined = [np.concatenate(arrays)[asked] for arrays in zip(*parts, strict=True)]
-        return joined[0] if output == "logits" else PromptLogprobs(*joined)
-
-    def _scored(self, logits, positions, ids, output, top) -> tuple[np.ndarray, ...]:
-        if output == "logits":
-            return (logits,)
-        logprobs = log_softmax(logits)
-        own = logprobs[np.arange(len(positions)), np.asarray(ids)[positions + 1]]
-        best = np.argsort(-logprobs, axis=-1, kind="stable")[:, :top]
-        return own, positions, best.astype(np.int32), np.take_along_axis(logprobs, best, axis=-1)
+        return score(self.engine, ids, positions, output, top_logprobs, max_bytes)
 
     def explain(self, prompt: Prompt, layers: list[int] | None = None) -> ExplainReport:
         """What the prefill of a prompt selects, per full layer, and what the ranks exchange for it.
@@ -311,43 +365,10 @@ class LLM:
                 f"layers {strangers} have no indexer of their own: choose among {full}."
             )
         ids = self._read_prompt(prompt, "the prompt", generate=0)
-        chunks = [
-            (
-                chunk.path,
-                row_of(chunk.result.explanation, 0, chunk.length),
-                chunk.result.received_bytes,
-                chunk.result.reruns,
-            )
-            for chunk in self._read(ids, explain=True)
-        ]
-        return explain_report(chunks, self.config.index_topk, chosen)
-
-    def _read(self, ids: list[int], **changes) -> Iterator[Chunk]:
-        """Prefill `ids` on pages of its own, given back afterwards."""
-        pages = self.engine.reserve(len(ids))
-        quiet = len(ids) <= self.engine.chunked_prefill_size
-        try:
-            with tqdm(total=len(ids), desc="prefill", unit="tok", disable=quiet) as bar:
-                for chunk in self.engine.prefill_chunks(ids, pages, **changes):
-                    bar.update(chunk.length)
-                    yield chunk
-        finally:
-            self.engine.allocator.free(pages)
+        return explain(self.engine, ids, chosen)
 
     def _read_prompt(self, prompt: Prompt, name: str, *, generate: int) -> list[int]:
         """Ids of a prompt that leaves room for `generate` tokens."""
         ids = token_ids(prompt, name, self.tokenizer, self.config.vocab_size)
         check_fits(ids, name, self.max_model_len, generate=generate)
         return ids
-
-    def _output(self, number: int, prompt: Prompt, sequence: Sequence) -> RequestOutput:
-        ids = sequence.output_token_ids
-        shown = ids[:-1] if sequence.finish_reason == "stop" else ids
-        text = self.tokenizer.decode(shown) if self.tokenizer else ""
-        completion = CompletionOutput(0, text, ids, sequence.finish_reason or "length")
-        return RequestOutput(
-            request_id=str(number),
-            prompt=text_of(prompt),
-            prompt_token_ids=sequence.prompt_token_ids,
-            outputs=[completion],
-        )

@@ -98,9 +98,3 @@ def explain_report(
         },
         reruns=sum(reruns),
     )
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """float32 log-probabilities over the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

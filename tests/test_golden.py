@@ -17,7 +17,8 @@ from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.step import StepOptions
 from dcp_jax.engine.engine import Engine
 from dcp_jax.engine.runner import Row, Runner
-from dcp_jax.engine.sequence import SamplingParams, Sequence
+from dcp_jax.engine.sampling_params import SamplingParams
+from dcp_jax.engine.sequence import Sequence
 from dcp_jax.mesh import make_mesh
 from dcp_jax.model import Model
 from dcp_jax.policy import PrefillPath, PrefillPolicy
@@ -201,13 +202,13 @@ def check_greedy(runner, path, want) -> None:
     engine = Engine(
         runner,
         policy=PrefillPolicy(force=path),
-        eos_token_ids=(),
         max_running_requests=1,
         chunked_prefill_size=8192,
     )
     tokens = want["greedy_tokens"].tolist()
-    params = SamplingParams(max_tokens=len(tokens), ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=len(tokens), ignore_eos=True)
     sequence = Sequence(want["greedy_prompt"].tolist(), params, limit=len(tokens))
-    engine.run([sequence], lambda progress: None)
+    for _ in engine.run([sequence]):
+        pass
     assert sequence.output_token_ids == tokens
     assert engine.allocator.available == runner.spec.pages

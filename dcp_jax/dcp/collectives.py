@@ -67,6 +67,14 @@ def gather_keys(rows: Shaped[Array, "B S *D"], kind: str) -> Shaped[Array, "B WS
     return gathered.reshape(rows.shape[0], -1, *rows.shape[2:])
 
 
+def gather_vocab(logits: Float[Array, "B V"]) -> Float[Array, "B NV"]:
+    """Logits of the whole (padded) vocabulary. Payload B*V/N*4."""
+    if axis_size(TP) == 1:
+        return logits
+    with jax.named_scope("exchange.logits"):
+        return jax.lax.all_gather(logits, TP, axis=1, tiled=True)
+
+
 def merge_heads_a2a(
     out: Float[Array, "B T WH D"], lse: Float[Array, "B T WH"], dtype: jnp.dtype
 ) -> Float[Array, "B T H D"]:

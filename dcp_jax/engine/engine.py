@@ -1,12 +1,15 @@
 """The loop over steps: admit requests while pages last, prefill in chunks, decode all together."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dcp_jax.cache.allocator import PageAllocator
 from dcp_jax.dcp.layout import pages_needed
+from dcp_jax.engine.logprobs import SCORED_CHUNK, prompt_logprobs, token_logprobs
 from dcp_jax.engine.runner import Row, Runner, StepResult
+from dcp_jax.engine.sampler import Sampling
+from dcp_jax.engine.sampling_batch import sampling_of
 from dcp_jax.engine.sequence import Sequence
 from dcp_jax.layers.sizes import Sizes
 from dcp_jax.mesh import tp_size
@@ -41,14 +44,12 @@ class Engine:
         runner: Runner,
         *,
         policy: PrefillPolicy,
-        eos_token_ids: tuple[int, ...],
         max_running_requests: int,
         chunked_prefill_size: int,
     ):
         self.runner = runner
         self.allocator = PageAllocator(runner.spec.pages)
         self.policy = policy
-        self.eos_token_ids = eos_token_ids
         self.max_running_requests = max_running_requests
         self.chunked_prefill_size = chunked_prefill_size
 
@@ -56,10 +57,11 @@ class Engine:
         """Pages that `tokens` tokens of one sequence take."""
         return pages_needed(tokens, self.runner.spec.page_size, self.runner.dcp_size)
 
-    def run(self, sequences: list[Sequence], on_step: Callable[[Progress], None]) -> None:
-        """Run to the end, in order of the list; `on_step` hears of every step.
+    def run(self, sequences: list[Sequence]) -> Iterator[Progress]:
+        """Run to the end, in order of the list, one step per item.
 
-        Pages are given back whatever happens, so an interrupted call leaves the engine usable.
+        Pages are given back whatever happens: an interrupted or abandoned run leaves the engine
+        usable.
         """
         waiting, running = deque(sequences), []
         try:
@@ -70,17 +72,24 @@ class Engine:
                         sequence = waiting.popleft()
                         sequence.pages = self.allocator.allocate(need)
                         running.append(sequence)
-                        self._prefill(sequence, on_step)
-                        running = self._retire(running, 1, on_step)
+                        yield from self._prefill(sequence)
+                        yield Progress(generated=1, finished=self._retire(running))
                         continue
+                generated = len(running)
                 self._decode(running)
-                running = self._retire(running, len(running), on_step)
+                yield Progress(generated=generated, finished=self._retire(running))
         finally:
             for sequence in running:
                 self._release(sequence)
 
     def prefill_chunks(
-        self, tokens: list[int], pages: list[int], *, chunk: int | None = None, **changes
+        self,
+        tokens: list[int],
+        pages: list[int],
+        *,
+        chunk: int | None = None,
+        last_sampling: Sampling | None = None,
+        **changes,
     ) -> Iterator[Chunk]:
         """Prefill chunk by chunk.
 
@@ -88,13 +97,16 @@ class Engine:
             tokens: the prompt.
             pages: its pages.
             chunk: take fewer tokens at a time than `chunked_prefill_size`.
+            last_sampling: how the last chunk draws the next token; None takes the most likely.
             **changes: fields of `StepOptions`.
         """
         size = min(self.chunked_prefill_size, chunk or self.chunked_prefill_size)
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
             path = self._path(start, len(part))
-            result = self.runner.step([Row(part, start, pages)], path=path, **changes)
+            sampling = last_sampling if start + len(part) == len(tokens) else None
+            row = Row(part, start, pages)
+            result = self.runner.step([row], path=path, sampling=sampling, **changes)
             yield Chunk(start, len(part), path, result)
 
     def reserve(self, tokens: int) -> list[int]:
@@ -114,26 +126,38 @@ class Engine:
             gathered_heads=heads,
         )
 
-    def _prefill(self, sequence: Sequence, on_step: Callable[[Progress], None]) -> None:
-        token = -1
-        for chunk in self.prefill_chunks(sequence.prompt_token_ids, sequence.pages):
-            on_step(Progress(prefilled=chunk.length))
-            (token,) = chunk.result.next_tokens
-        sequence.append(token, self.eos_token_ids)
+    def _prefill(self, sequence: Sequence) -> Iterator[Progress]:
+        """Read the prompt and draw the first token with its last chunk."""
+        prompt, scored = sequence.prompt_token_ids, sequence.params.prompt_logprobs
+        if scored is not None:
+            sequence.prompt_logprobs.append(None)
+            chunks = self.prefill_chunks(prompt, sequence.pages, chunk=SCORED_CHUNK, logits="all")
+            for chunk in chunks:
+                sequence.prompt_logprobs += prompt_logprobs(chunk, prompt, scored)
+                yield Progress(prefilled=chunk.length)
+            # The last token is read again, now to draw from: its row is rewritten with itself.
+            self._advance([sequence], [Row(prompt[-1:], len(prompt) - 1, sequence.pages)])
+            return
+        sampling = sampling_of([sequence])
+        for chunk in self.prefill_chunks(prompt, sequence.pages, last_sampling=sampling):
+            yield Progress(prefilled=chunk.length)
+            if chunk.start + chunk.length == len(prompt):
+                _take([sequence], chunk.result)
 
     def _decode(self, running: list[Sequence]) -> None:
         rows = [Row(s.output_token_ids[-1:], s.cached_tokens, s.pages) for s in running]
-        for sequence, token in zip(running, self.runner.step(rows).next_tokens, strict=True):
-            sequence.append(token, self.eos_token_ids)
+        self._advance(running, rows)
 
-    def _retire(self, running: list[Sequence], tokens: int, on_step) -> list[Sequence]:
-        """Give back the pages of finished sequences, report progress, return the others."""
-        still = [s for s in running if s.finish_reason is None]
-        for sequence in running:
-            if sequence.finish_reason is not None:
-                self._release(sequence)
-        on_step(Progress(generated=tokens, finished=len(running) - len(still)))
-        return still
+    def _advance(self, sequences: list[Sequence], rows: list[Row]) -> None:
+        _take(sequences, self.runner.step(rows, sampling=sampling_of(sequences)))
+
+    def _retire(self, running: list[Sequence]) -> int:
+        """Take finished sequences out of `running` and give back their pages; how many."""
+        finished = [s for s in running if s.finish_reason is not None]
+        for sequence in finished:
+            running.remove(sequence)
+            self._release(sequence)
+        return len(finished)
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.pages)
@@ -142,3 +166,11 @@ class Engine:
     def _final_length(self, sequence: Sequence) -> int:
         """Tokens in the cache at the end: the last generated one is never written."""
         return len(sequence.prompt_token_ids) + sequence.limit - 1
+
+
+def _take(sequences: list[Sequence], result: StepResult) -> None:
+    """Append a step's tokens, with their log-probabilities where asked for."""
+    for row, (sequence, token) in enumerate(zip(sequences, result.next_tokens, strict=True)):
+        if sequence.params.logprobs is not None:
+            sequence.logprobs.append(token_logprobs(result, row, sequence.params.logprobs))
+        sequence.append(token)

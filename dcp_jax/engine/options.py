@@ -1,10 +1,11 @@
 """Checks of the options of an engine before a backend starts: every problem in one message."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
+from dcp_jax.mesh import check_sizes
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -27,7 +28,11 @@ class Resolved:
     dcp_comm: Literal["a2a", "ag_rs"]
 
 
-def check_options(
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def option_problems(
     *,
     dtype,
     kv_cache_dtype,
@@ -42,12 +47,8 @@ def check_options(
     page_size,
     mem_fraction_static,
     max_total_tokens,
-) -> Resolved:
-    """Resolve the options of `LLM`, or say everything that is wrong with them.
-
-    Raises:
-        ValueError: one line per problem: the value given, the reason, the fix.
-    """
+) -> list[str]:
+    """Everything that is wrong with the options of `LLM`: the value given, the reason, the fix."""
     problems = []
 
     def choice(name, value, allowed):
@@ -55,8 +56,7 @@ def check_options(
             problems.append(f"{name}={value!r} is not supported: use one of {sorted(allowed)}")
 
     def count(name, value, optional=False):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not ((whole and value >= 1) or (optional and value is None)):
+        if not (_is_count(value) or (optional and value is None)):
             problems.append(f"{name}={value!r} is not a count: give a whole number of at least 1")
 
     choice("dtype", dtype, DTYPES)
@@ -72,6 +72,11 @@ def check_options(
     count("chunked_prefill_size", chunked_prefill_size)
     count("page_size", page_size)
     count("max_total_tokens", max_total_tokens, optional=True)
+    if _is_count(tp) and _is_count(dcp_size):
+        try:
+            check_sizes(tp, dcp_size)
+        except ValueError as error:
+            problems.append(str(error).removesuffix("."))
     if not 0 < mem_fraction_static <= 1:
         problems.append(
             f"mem_fraction_static={mem_fraction_static} is not a share of the memory: give a "
@@ -95,6 +100,19 @@ def check_options(
                 f"(max_total_tokens={max_total_tokens} in pages of {page_size * dcp_size}): give "
                 f"at most {fits}, or raise max_total_tokens"
             )
+    return problems
+
+
+def check_options(**options: Any) -> Resolved:
+    """Resolve the options of `LLM`, or say everything that is wrong with them.
+
+    Args:
+        **options: the arguments of `option_problems`.
+
+    Raises:
+        ValueError: one line per problem.
+    """
+    problems = option_problems(**options)
     if problems:
         raise ValueError(
             problems[0] + "."
@@ -103,4 +121,7 @@ def check_options(
                 [f"{len(problems)} options cannot be used:", *(f"- {p}." for p in problems)]
             )
         )
-    return Resolved(KV_CACHE_DTYPES[kv_cache_dtype], "a2a" if dcp_comm == "auto" else dcp_comm)
+    dcp_comm = options["dcp_comm"]
+    return Resolved(
+        KV_CACHE_DTYPES[options["kv_cache_dtype"]], "a2a" if dcp_comm == "auto" else dcp_comm
+    )

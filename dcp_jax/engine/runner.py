@@ -17,6 +17,14 @@ from dcp_jax.cache.pool import CacheSpec, init_cache
 from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import Collective, collectives, received_by_kind
+from dcp_jax.engine.buckets import bucket
+from dcp_jax.engine.sampler import (
+    Sampled,
+    SamplerOptions,
+    Sampling,
+    SamplingBatch,
+    sample_step,
+)
 from dcp_jax.mesh import DCP
 from dcp_jax.model import Model, StepOutput
 
@@ -36,12 +44,13 @@ class StepResult:
     """What a step gave, on the host, without the padding of its buckets.
 
     Attributes:
-        next_tokens: greedy token after each row.
+        next_tokens: token after each row: the most likely, or drawn as asked.
         logits: float32 [rows, 1 or T, vocab] if asked for.
         hidden: [rows, T, d] if asked for, still on the devices and padded to the bucket.
         explanation: numpy arrays over the padded [B, T], if asked for.
         received_bytes: what one rank received, by kind of exchange (reruns included).
         reruns: 1 if the pruned candidates were not certified and the step ran again, else 0.
+        sampled: what the sampler gave, with log-probabilities if asked for.
     """
 
     next_tokens: list[int]
@@ -50,6 +59,15 @@ class StepResult:
     explanation: Any
     received_bytes: dict[str, int]
     reruns: int
+    sampled: Sampled | None = None
+
+
+class _Inputs(NamedTuple):
+    """Everything a program takes beside parameters and caches; None where it has no such input."""
+
+    batch: Batch
+    hidden: jax.Array | None = None
+    sampling: SamplingBatch | None = None
 
 
 class _Program(NamedTuple):
@@ -61,14 +79,6 @@ class _Program(NamedTuple):
 # that all contexts below this many tokens share one.
 SHORT_CONTEXT = 512
 _ROWS, _TOKENS, _PAGES = 4, 4, 2  # ratio of neighbouring buckets
-
-
-def bucket(size: int, factor: int, smallest: int = 1) -> int:
-    """The smallest of `smallest * factor**i` that holds `size`."""
-    fits = smallest
-    while fits < size:
-        fits *= factor
-    return fits
 
 
 class Runner:
@@ -106,22 +116,30 @@ class Runner:
         """Executables compiled so far."""
         return len(self._programs)
 
-    def step(self, rows: Sequence[Row], *, table_width: int | None = None, **changes) -> StepResult:
+    def step(
+        self,
+        rows: Sequence[Row],
+        *,
+        table_width: int | None = None,
+        sampling: Sampling | None = None,
+        **changes,
+    ) -> StepResult:
         """Run one step of the model.
 
         Args:
             rows: sequences with at least one new token each.
             table_width: pages per row to compile for (default: the longest row's); callers that
                 know how long rows will grow pass it, so that growth does not compile again.
+            sampling: how to draw each row's next token; None takes the most likely ones.
             **changes: fields of `StepOptions` that differ from the runner's.
         """
-        return self._run(None, rows, table_width, changes)
+        return self._run(rows, table_width, changes, sampling=sampling)
 
     def step_mtp(
         self, rows: Sequence[Row], hidden: jax.Array, *, table_width: int | None = None, **changes
     ) -> StepResult:
         """Run one step of the NextN layer on `hidden` [B, T, d], padded as a step returns it."""
-        return self._run(hidden, rows, table_width, changes)
+        return self._run(rows, table_width, changes, hidden=hidden)
 
     def trace(
         self,
@@ -132,52 +150,76 @@ class Runner:
         **changes,
     ) -> jax.stages.Traced:
         """The program of `step` (with `hidden`, of `step_mtp`) for these rows; nothing runs."""
-        inputs, opts = self._inputs(hidden, rows, table_width, changes)
-        return self._trace(inputs, opts)
+        opts = replace(self.opts, **changes)
+        return self._trace(self._inputs(rows, table_width, hidden), opts, None)
 
-    def _inputs(self, hidden, rows, table_width, changes) -> tuple[tuple, StepOptions]:
+    def _inputs(self, rows, table_width, hidden=None, sampling=None) -> _Inputs:
         batch = self._pad(rows, table_width, None if hidden is None else hidden.shape[1])
-        inputs = (batch,) if hidden is None else (batch, hidden)
-        return inputs, replace(self.opts, **changes)
+        if sampling is not None:
+            sampling = sampling.padded(batch.tokens.shape[0])
+        return _Inputs(batch, hidden, sampling)
 
-    def _run(self, hidden, rows, table_width, changes) -> StepResult:
-        inputs, opts = self._inputs(hidden, rows, table_width, changes)
-        program, output = self._execute(inputs, opts)
+    def _run(self, rows, table_width, changes, *, hidden=None, sampling=None) -> StepResult:
+        opts = replace(self.opts, **changes)
+        values, sampler = (None, None) if sampling is None else sampling
+        inputs = self._inputs(rows, table_width, hidden, values)
+        program, output, sampled = self._execute(inputs, opts, sampler)
         traffic, reruns = list(program.traffic), 0
         certified = np.asarray(output.certified)
         if not certified[: len(rows)].all():
             # Writes of the first run are overwritten with the right values: decode is idempotent.
             logger.info("pruned candidates were not certified: the step runs again in full width")
-            program, output = self._execute(inputs, replace(opts, candidates="full"))
+            wide = replace(opts, candidates="full")
+            program, output, sampled = self._execute(inputs, wide, sampler)
             traffic, reruns = traffic + program.traffic, 1
             self.reruns += 1
-        return self._to_host(output, len(rows), opts, received_by_kind(traffic), reruns)
+        result = self._to_host(output, len(rows), received_by_kind(traffic), reruns)
+        return result if sampled is None else _with_sampled(result, sampled, len(rows))
 
-    def _execute(self, inputs: tuple, opts: StepOptions) -> tuple[_Program, StepOutput]:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(inputs))
-        key = (shapes, opts)
+    def _execute(
+        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
+    ) -> tuple[_Program, StepOutput, Sampled | None]:
+        key = (tuple(leaf.shape for leaf in jax.tree.leaves(inputs)), opts, sampler)
         if key not in self._programs:
-            self._programs[key] = self._compile(inputs, opts)
+            self._programs[key] = self._compile(inputs, opts, sampler)
         program = self._programs[key]
-        output, self.cache = program.run(self.params, self.cache, *inputs)
-        return program, output
+        (output, sampled), self.cache = program.run(self.params, self.cache, inputs)
+        return program, output, sampled
 
-    def _trace(self, inputs: tuple, opts: StepOptions) -> jax.stages.Traced:
-        forward = self.model.forward if len(inputs) == 1 else self.model.forward_mtp
+    def _trace(
+        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
+    ) -> jax.stages.Traced:
+        model, spec = self.model, self.spec
 
-        def step(params, cache, *inputs):
-            return forward(params, cache, *inputs, spec=self.spec, opts=opts)
+        def step(params, cache, inputs: _Inputs):
+            batch, hidden, sampling = inputs
+            if hidden is not None:
+                output, cache = model.forward_mtp(
+                    params, cache, batch, hidden, spec=spec, opts=opts
+                )
+                return (output, None), cache
+            if sampling is None or sampler is None:
+                output, cache = model.forward(params, cache, batch, spec=spec, opts=opts)
+                return (output, None), cache
+            last = replace(opts, logits="last")
+            output, cache = model.forward(params, cache, batch, spec=spec, opts=last)
+            assert output.logits is not None
+            logits = output.logits[:, 0]
+            drawn = sample_step(logits, sampling, model.mesh, model.cfg.vocab_size, sampler)
+            return (replace(output, logits=None), drawn), cache
 
-        return jax.jit(step, donate_argnums=1).trace(self.params, self.cache, *inputs)
+        return jax.jit(step, donate_argnums=1).trace(self.params, self.cache, inputs)
 
-    def _compile(self, inputs: tuple, opts: StepOptions) -> _Program:
+    def _compile(
+        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
+    ) -> _Program:
         started = time.perf_counter()
-        traced = self._trace(inputs, opts)
+        traced = self._trace(inputs, opts, sampler)
         traffic = list(collectives(traced.jaxpr, dict(self.model.mesh.shape)))
         compiled = traced.lower().compile()
         seconds = time.perf_counter() - started
         self.compile_seconds += seconds
-        shape = inputs[0].tokens.shape
+        shape = inputs.batch.tokens.shape
         logger.info("compiled a step of %s rows x tokens in %.1f s (%s)", shape, seconds, opts.path)
         return _Program(compiled, traffic)
 
@@ -219,7 +261,7 @@ class Runner:
         fits = bucket(longest, _TOKENS, smallest=16)
         return fits if self.largest_step is None else max(longest, min(fits, self.largest_step))
 
-    def _to_host(self, output, rows, opts, received, reruns) -> StepResult:
+    def _to_host(self, output, rows, received, reruns) -> StepResult:
         vocab = self.model.cfg.vocab_size
         explanation = output.explanation
         return StepResult(
@@ -235,3 +277,9 @@ class Runner:
     def dcp_size(self) -> int:
         """Ranks that share the caches."""
         return self.model.mesh.shape[DCP]
+
+
+def _with_sampled(result: StepResult, sampled: Sampled, rows: int) -> StepResult:
+    """`result` with the drawn tokens in place of the most likely ones."""
+    sampled = jax.tree.map(lambda a: np.asarray(a)[:rows], sampled)
+    return replace(result, next_tokens=sampled.tokens.tolist(), sampled=sampled)

@@ -1,0 +1,87 @@
+"""Teacher-forced passes over one prompt: its logits, its log-probabilities, its selections."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from dcp_jax.engine.engine import Chunk, Engine
+from dcp_jax.engine.logprobs import log_softmax
+from dcp_jax.reports import ExplainReport, PromptLogprobs, explain_report, row_of
+
+
+def score(
+    engine: Engine,
+    ids: list[int],
+    positions: list[int] | None,
+    output: str,
+    top_logprobs: int,
+    max_bytes: int,
+) -> np.ndarray | PromptLogprobs:
+    """See `LLM.score`."""
+    if output not in ("logits", "logprobs"):
+        raise ValueError(f'output={output!r} is unknown: use "logits" or "logprobs".')
+    vocab = engine.runner.model.cfg.vocab_size
+    last = len(ids) if output == "logits" else len(ids) - 1
+    wanted = np.arange(last) if positions is None else np.asarray(positions, np.int64)
+    if wanted.size and not (wanted.min() >= 0 and wanted.max() < last):
+        raise ValueError(
+            f"positions must lie in 0..{last - 1} for {output} of a prompt of {len(ids)} tokens: "
+            f"got {wanted.min()} to {wanted.max()}."
+        )
+    if not 0 <= top_logprobs <= vocab or (top_logprobs and output == "logits"):
+        raise ValueError(
+            f"top_logprobs={top_logprobs} with output={output!r}: it goes with "
+            f'output="logprobs" and is at most the vocabulary, {vocab}.'
+        )
+    if output == "logits" and wanted.size * vocab * 4 > max_bytes:
+        raise ValueError(
+            f"the logits of {wanted.size} positions take {wanted.size * vocab * 4:,} bytes, more "
+            f'than max_bytes={max_bytes:,}: name fewer positions, use output="logprobs", or raise '
+            "max_bytes."
+        )
+    parts, ascending = [], np.sort(wanted)
+    for chunk in _read(engine, ids, chunk=max(1, max_bytes // (vocab * 4)), logits="all"):
+        end = chunk.start + chunk.length
+        here = ascending[(ascending >= chunk.start) & (ascending < end)]
+        logits = chunk.result.logits[0, here - chunk.start]
+        parts.append(_scored(logits, here, ids, output, top_logprobs))
+    asked = np.argsort(np.argsort(wanted, kind="stable"), kind="stable")
+    joined = [np.concatenate(arrays)[asked] for arrays in zip(*parts, strict=True)]
+    return joined[0] if output == "logits" else PromptLogprobs(*joined)
+
+
+def explain(engine: Engine, ids: list[int], layers: tuple[int, ...]) -> ExplainReport:
+    """See `LLM.explain`."""
+    chunks = [
+        (
+            chunk.path,
+            row_of(chunk.result.explanation, 0, chunk.length),
+            chunk.result.received_bytes,
+            chunk.result.reruns,
+        )
+        for chunk in _read(engine, ids, explain=True)
+    ]
+    return explain_report(chunks, engine.runner.model.cfg.index_topk, layers)
+
+
+def _read(engine: Engine, ids: list[int], **changes) -> Iterator[Chunk]:
+    """Prefill `ids` on pages of its own, given back afterwards; a bar if it takes several steps."""
+    pages = engine.reserve(len(ids))
+    quiet = len(ids) <= engine.chunked_prefill_size
+    try:
+        with tqdm(total=len(ids), desc="prefill", unit="tok", disable=quiet) as bar:
+            for chunk in engine.prefill_chunks(ids, pages, **changes):
+                bar.update(chunk.length)
+                yield chunk
+    finally:
+        engine.allocator.free(pages)
+
+
+def _scored(logits, positions, ids, output, top) -> tuple[np.ndarray, ...]:
+    if output == "logits":
+        return (logits,)
+    logprobs = log_softmax(logits)
+    own = logprobs[np.arange(len(positions)), np.asarray(ids)[positions + 1]]
+    best = np.argsort(-logprobs, axis=-1, kind="stable")[:, :top]
+    return own, positions, best.astype(np.int32), np.take_along_axis(logprobs, best, axis=-1)
