@@ -92,6 +92,7 @@ def test_distance_from_a_float32_cache(run_dense):
         assert error.mean() < mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("W", [2, 3, 4, 8])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 def test_caches_equal_one_ranks_bytes(run_sparse, W: int, kv_dtype: str):

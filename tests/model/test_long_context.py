@@ -78,6 +78,7 @@ def reference(open_w, prompts):
     return prefill, decode, [s.tokens for s in sequences]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("W", RANKS)
 @pytest.mark.parametrize("path", [OWNED, GATHERED])
 def test_selections_and_tokens_equal_one_rank(open_w, prompts, reference, W: int, path):

@@ -27,7 +27,6 @@ class Case:
 
 
 CASES = [
-    Case("1_1", 1, 1, OWNED, page_size=16),
     Case("3_3_owned", 3, 3, OWNED),
     Case("8_4_gathered", 8, 4, GATHERED, page_size=16),
     Case("8_8_replicated_ag_rs", 8, 8, OWNED, "replicated", "ag_rs"),
