@@ -15,13 +15,6 @@ from typing import Any
 
 from dcp_jax import hf_config
 
-_POSITIVE = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank"),
-    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads"),
-    *("index_head_dim", "index_topk", "intermediate_size", "moe_intermediate_size"),
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"),
-    "max_position_embeddings",
-)
 _CHECKPOINT_DTYPES = ("float32", "bfloat16")
 
 
@@ -103,24 +96,23 @@ class ModelConfig:
     quantization: dict[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        optional = {f.name for f in fields(self) if f.default is None}
+        given = {k: v for k, v in vars(self).items() if v is not None or k not in optional}
+        problems: list[str] = []
+        for name, value in hf_config.read(given, problems).items():
+            object.__setattr__(self, name, value)
         # what counts with the sizes comes after they are known to be sizes
-        _refuse(_wrong_sizes(vars(self)) or list(_problems(self)))
+        _refuse(problems or list(_problems(self)))
 
     @classmethod
     def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> "ModelConfig":
         """Read a checkpoint directory's `config.json`, or the dict that it holds."""
         values, problems = hf_config.resolve(source)
-        if "rope" in values:
-            values["rope"] = RopeConfig(**values["rope"])
-        resolved = {"rope", "indexer_types", "mlp_layer_types"}  # these say themselves what lacks
-        missing = [
-            f.name
-            for f in fields(cls)
-            if f.default is MISSING and f.name not in {*values, *resolved}
-        ]
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             problems.append(f"required fields are missing or null: {', '.join(missing)}")
-        _refuse(problems + _wrong_sizes(values))
+        _refuse(problems)
+        values["rope"] = RopeConfig(**values["rope"])
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     @property
@@ -162,14 +154,6 @@ def _refuse(problems: list[str]) -> None:
         raise ValueError(f"this model config cannot be used: {'; '.join(problems)}.")
 
 
-def _wrong_sizes(values: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}={values[name]!r} is no positive integer: correct it"
-        for name in _POSITIVE
-        if name in values and (type(values[name]) is not int or values[name] < 1)
-    ]
-
-
 def _problems(c: ModelConfig) -> Iterator[str]:
     """Everything that makes a config unusable, one clause each."""
     yield from _layer_problems(c)
@@ -183,8 +167,20 @@ def _problems(c: ModelConfig) -> Iterator[str]:
         )
     if c.num_nextn_predict_layers not in (0, 1):
         yield (
-            f"num_nextn_predict_layers={c.num_nextn_predict_layers}, but one MTP layer, run "
+            f"num_nextn_predict_layers={c.num_nextn_predict_layers!r}, but one MTP layer, run "
             "repeatedly, is all that is implemented: use 0 or 1"
+        )
+    ids = [("bos_token_id", c.bos_token_id), ("pad_token_id", c.pad_token_id)]
+    for name, token in ids + [("eos_token_id", token) for token in c.eos_token_ids]:
+        if token is not None and token >= c.vocab_size:
+            yield (
+                f"{name}={token!r} is outside the vocabulary of vocab_size={c.vocab_size!r}: "
+                "correct one of the two"
+            )
+    if c.rope.beta_fast < c.rope.beta_slow:
+        yield (
+            f"beta_fast={c.rope.beta_fast!r} is less than beta_slow={c.rope.beta_slow!r}, but YaRN "
+            "counts rotations down from the first to the second: exchange them"
         )
     if c.dtype not in _CHECKPOINT_DTYPES:
         yield f"dtype={c.dtype!r} is no dtype of a released checkpoint: use " + " or ".join(
@@ -193,7 +189,7 @@ def _problems(c: ModelConfig) -> Iterator[str]:
     if c.quantization is not None:
         method = c.quantization.get("quant_method")
         block = c.quantization.get("weight_block_size")
-        if method != "fp8" or list(block or ()) != [128, 128]:
+        if method != "fp8" or block not in ([128, 128], (128, 128)):
             yield (
                 f"quantization with quant_method={method!r} and weight_block_size={block!r} is not "
                 "implemented: convert the checkpoint to bfloat16, or to 'fp8' in blocks of "
@@ -212,7 +208,7 @@ def _layer_problems(c: ModelConfig) -> Iterator[str]:
                 f"{name} names {len(types)} layers, but num_hidden_layers={c.num_hidden_layers}: "
                 "name each layer once"
             )
-        unknown = sorted({str(kind) for kind in types} - set(kinds))
+        unknown = sorted(set(types) - set(kinds))
         if unknown:
             yield f"{name} has {', '.join(map(repr, unknown))}: use {' or '.join(map(repr, kinds))}"
     if c.indexer_types[:1] == ("shared",):
@@ -237,8 +233,9 @@ def _router_problems(c: ModelConfig) -> Iterator[str]:
         )
     if c.topk_group > c.n_group:
         yield f"topk_group={c.topk_group} exceeds n_group={c.n_group}: use at most n_group"
-    elif c.num_experts_per_tok > c.topk_group * per_group:
+    allowed = min(c.topk_group, c.n_group) * per_group
+    if c.num_experts_per_tok > allowed:
         yield (
-            f"num_experts_per_tok={c.num_experts_per_tok} exceeds the {c.topk_group * per_group} "
-            f"experts of topk_group={c.topk_group} groups: use fewer experts or more groups"
+            f"num_experts_per_tok={c.num_experts_per_tok} exceeds the {allowed} experts of "
+            f"topk_group={c.topk_group} groups: use fewer experts or more groups"
         )

@@ -1,7 +1,7 @@
 """ModelConfig: the released models and the golden ones, every way to spell, every refusal."""
 
 import json
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,24 @@ SPELLINGS = [
         {"indexer_rope_interleave": False},
         {"indexer_rope_interleave": False},
     ),
+    Spelling(
+        "integral-floats",
+        {"vocab_size": 257.0, "index_topk_freq": 2.0, "eos_token_id": [3.0]},
+        {
+            "vocab_size": 257,
+            "indexer_types": ("full", "full", "shared", "full", "shared"),
+            "eos_token_ids": (3,),
+        },
+    ),
+    Spelling(
+        "ids-of-minus-1-are-none",
+        {"bos_token_id": -1, "pad_token_id": -1},
+        {"bos_token_id": None, "pad_token_id": None},
+    ),
+    Spelling("ids-null", {"bos_token_id": None}, {"bos_token_id": None}),
+    Spelling(
+        "two-names-that-agree", {"num_experts": 8, "num_local_experts": 8}, {"n_routed_experts": 8}
+    ),
     Spelling("num_experts", {"n_routed_experts": ..., "num_experts": 16}, {"n_routed_experts": 16}),
     Spelling("torch_dtype", {"dtype": ..., "torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
     Spelling("eos-list", {"eos_token_id": [3, 4]}, {"eos_token_ids": (3, 4)}),
@@ -377,6 +395,79 @@ REFUSALS = [
         {"mlp_layer_types": ..., "first_k_dense_replace": ...},
         ("first_k_dense_replace is missing",),
     ),
+    Refusal(
+        "no-strings-for-numbers",
+        {"num_hidden_layers": "3", "index_topk_freq": "4", "rms_norm_eps": "abc"},
+        ("num_hidden_layers='3' is no", "index_topk_freq='4' is no", "rms_norm_eps='abc' is no"),
+    ),
+    Refusal("mtp-string", {"num_nextn_predict_layers": "1"}, ("predict_layers='1' is no integer",)),
+    Refusal(
+        "first-k-string",
+        {"mlp_layer_types": ..., "first_k_dense_replace": "x"},
+        ("first_k_dense_replace='x' is no integer",),
+    ),
+    Refusal("eps-list", {"rms_norm_eps": [1]}, ("rms_norm_eps=[1] is no positive number",)),
+    Refusal("eps-negative", {"rms_norm_eps": -1}, ("rms_norm_eps=-1 is no positive number",)),
+    Refusal("eps-nan", {"rms_norm_eps": float("nan")}, ("rms_norm_eps=nan",)),
+    Refusal(
+        "rope-string", {"rope_parameters": "abc"}, ("rope_parameters='abc' is no JSON object",)
+    ),
+    Refusal(
+        "fp8-string", {"quantization_config": "fp8"}, ("quantization_config='fp8' is no JSON",)
+    ),
+    Refusal(
+        "fp8-block", {"quantization_config": {"weight_block_size": 128}}, ("block_size=128 is not",)
+    ),
+    Refusal("theta-0", {"rope_parameters": {"rope_theta": 0}}, ("rope_theta=0 is no positive",)),
+    Refusal("theta-below-0", {"rope_parameters": ..., "rope_theta": -5}, ("rope_theta=-5 is no",)),
+    Refusal(
+        "theta-string", {"rope_parameters": {"rope_theta": "abc"}}, ("rope_theta='abc' is no",)
+    ),
+    Refusal(
+        "factor-0", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0 is no number from 1",)
+    ),
+    Refusal("factor-half", {"rope_parameters": YARN | {"factor": 0.5}}, ("factor=0.5 is no",)),
+    Refusal(
+        "yarn-from-0-positions",
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+        ("original_max_position_embeddings=0 is no positive integer",),
+    ),
+    Refusal(
+        "yarn-beta", {"rope_parameters": YARN | {"beta_fast": "32"}}, ("beta_fast='32' is no",)
+    ),
+    Refusal(
+        "yarn-betas",
+        {"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 32}},
+        ("beta_fast=1.0 is less than beta_slow=32.0",),
+    ),
+    Refusal(
+        "no-string-switch", {"norm_topk_prob": "false"}, ("norm_topk_prob='false' is no bool",)
+    ),
+    Refusal("tie-string", {"tie_word_embeddings": "false"}, ("tie_word_embeddings='false' is no",)),
+    Refusal(
+        "interleave-string", {"indexer_rope_interleave": "false"}, ("interleave='false' is no",)
+    ),
+    Refusal("eos-string", {"eos_token_id": "</s>"}, ("eos_token_id='</s>' is no token id",)),
+    Refusal("eos-negative", {"eos_token_id": [1, -1]}, ("eos_token_id=[1, -1] is no token id",)),
+    Refusal("eos-outside", {"eos_token_id": [1, 257]}, ("eos_token_id=257 is outside the vocab",)),
+    Refusal(
+        "bos-outside", {"bos_token_id": 257}, ("bos_token_id=257 is outside", "vocab_size=257")
+    ),
+    Refusal("pad-outside", {"pad_token_id": 300}, ("pad_token_id=300 is outside",)),
+    Refusal("pad-negative", {"pad_token_id": -2}, ("pad_token_id=-2 is no token id",)),
+    Refusal(
+        "two-names-that-differ",
+        {"num_experts": 16},
+        ("n_routed_experts=8 and num_experts=16 are two names of one thing",),
+    ),
+    Refusal("freq-fraction", {"index_topk_freq": 2.5}, ("index_topk_freq=2.5 is no",)),
+    Refusal("freq-negative", {"index_topk_freq": -1}, ("index_topk_freq=-1 is no",)),
+    Refusal("too-many-experts", {"num_experts_per_tok": 9}, ("per_tok=9 exceeds the 8 experts",)),
+    Refusal("layer-types-string", {"layer_types": "x"}, ("layer_types='x' is no list of strings",)),
+    Refusal(
+        "indexer-types-string", {"indexer_types": "full"}, ("indexer_types='full' is no list",)
+    ),
+    Refusal("endless", {"num_hidden_layers": 1e20}, ("num_hidden_layers=1e+20", "1 to 10000")),
     Refusal("no-layers", {"num_hidden_layers": ...}, ("missing or null: num_hidden_layers.",)),
 ]
 
@@ -387,6 +478,50 @@ def test_refusals(case: Refusal):
         ModelConfig.from_hf(tiny(**case.changes))
     for words in case.says:
         assert words in str(error.value)
+
+
+WRONG = ["3", "abc", "", [1], [None], {}, True, 2.5, -5, 10**400, float("inf"), float("nan")]
+UNREAD = {
+    *("architectures", "attention_dropout", "ep_size", "head_dim", "initializer_range"),
+    "num_key_value_heads",
+}
+NAMED_AS = {
+    "index_topk_pattern": "indexer_types",
+    "quantization_config": "quantization",
+    "torch_dtype": "dtype",
+}
+
+
+def _refusal(raw: dict[str, Any]) -> str:
+    try:
+        ModelConfig.from_hf(raw)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("raw", [DEEPSEEK_V32, GLM_52], ids=["deepseek_v32", "glm_52"])
+def test_any_value_loads_or_is_refused_by_name(raw: dict[str, Any]):
+    """Whatever stands in a key, RoPE's included: a model, or one ValueError that names the key."""
+    rope = next(key for key in ("rope_scaling", "rope_parameters") if key in raw)
+    extra = ("latent_norm_eps", "first_k_dense_replace", "indexer_types", "layer_types")
+    for value in WRONG:
+        variants = [(key, raw | {key: value}) for key in (*raw, *extra)]
+        variants += [(key, raw | {rope: raw[rope] | {key: value}}) for key in raw[rope]]
+        for key, changed in variants:
+            refusal = _refusal(changed)
+            if refusal:
+                assert key in refusal or NAMED_AS.get(key, key) in refusal
+            else:  # only a key that is not read takes a string
+                assert not isinstance(value, str) or key in UNREAD
+
+
+def test_a_built_config_is_checked_as_a_read_one_is():
+    c = ModelConfig.from_hf(tiny())
+    assert replace(c, index_topk=8.0).index_topk == 8  # pyright: ignore[reportArgumentType]
+    for name, value in (("index_topk", None), ("vocab_size", "3"), ("norm_topk_prob", "false")):
+        with pytest.raises(ValueError, match=f"{name}={value!r} is no"):
+            replace(c, **{name: value})
 
 
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path):
