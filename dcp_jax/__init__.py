@@ -8,12 +8,19 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "Batch": "dcp_jax.dcp.step",
     "LLM": "dcp_jax.llm",
+    "Model": "dcp_jax.model",
     "ModelConfig": "dcp_jax.config",
     "PrefillPath": "dcp_jax.policy",
     "PrefillPolicy": "dcp_jax.policy",
     "RequestOutput": "dcp_jax.engine.outputs",
     "SamplingParams": "dcp_jax.engine.sampling_params",
+    "StepOptions": "dcp_jax.dcp.step",
+    "forward": "dcp_jax.functional",
+    "init_cache": "dcp_jax.functional",
+    "load_params": "dcp_jax.functional",
+    "make_mesh": "dcp_jax.mesh",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -25,6 +25,7 @@ from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.engine.sequence import Sequence
 from dcp_jax.engine.text import TextStream
+from dcp_jax.functional import check_arrays, load_params
 from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import DCP, check_sizes, make_mesh, tp_size
@@ -34,8 +35,6 @@ from dcp_jax.prompts import Prompt, as_list, check_fits, text_of, token_ids
 from dcp_jax.reports import ExplainReport, PromptLogprobs
 from dcp_jax.scoring import explain, score
 from dcp_jax.tokenizer import Tokenizer, load_tokenizer
-from dcp_jax.weights.hf import load_hf
-from dcp_jax.weights.orbax import is_orbax, load_orbax
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +142,11 @@ class LLM:
             mesh = make_mesh(tp, dcp_size)
         compute = self.config.dtype if dtype == "auto" else dtype
         self.model = Model(self.config, mesh, jnp.dtype(compute))
-        if params is None:
+        if params is not None:
+            check_arrays(params, self.model.param_defs)
+        else:
             assert directory is not None
-            params = self._load(directory, progress)
+            params = load_params(directory, self.model, progress=progress)
         stored = options.kv_dtype or ("float32" if compute == "float32" else "bfloat16")
         spec = size_pool(
             CacheSpec.of(
@@ -193,16 +194,10 @@ class LLM:
             logger.info("%s is padded from %s to %s for tp=%s", name, real, held, tp)
         self._rng = np.random.default_rng(seed)
 
-    def _load(self, directory: Path, progress: bool) -> dict:
-        defs, mesh = self.model.param_defs, self.model.mesh
-        if is_orbax(directory):
-            return load_orbax(directory, defs, mesh)
-        return load_hf(directory, self.config, defs, mesh, progress=progress)
-
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -211,7 +206,8 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or
                 a list of those, of any lengths.
-            sampling_params: the same for all.
+            sampling_params: one for all, or a list with one per prompt; default: what the
+                checkpoint recommends.
             use_tqdm: show a bar of finished requests and generated tokens per second.
 
         Raises:
@@ -300,12 +296,20 @@ class LLM:
         defaults: dict[str, Any] = dict(self.generation_config.sampling_defaults())
         return SamplingParams(**defaults)
 
-    def _sequences(self, prompts: list, params: SamplingParams) -> list[list[Sequence]]:
+    def _sequences(
+        self, prompts: list, params: SamplingParams | list[SamplingParams]
+    ) -> list[list[Sequence]]:
         """`n` sequences per prompt, all checked before any runs."""
-        vocab = self.config.vocab_size
-        params.check_for(vocab, has_tokenizer=self.tokenizer is not None)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
+            raise ValueError(
+                f"sampling_params={params!r} do not fit {len(prompts)} prompts: give one "
+                "SamplingParams for all, or a list with one for each."
+            )
+        for one in each:
+            one.check_for(self.config.vocab_size, has_tokenizer=self.tokenizer is not None)
         groups = []
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             ids = self._read_prompt(prompt, f"prompt {number}", generate=1)
             room = self.max_model_len - len(ids)
             limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -333,6 +337,7 @@ class LLM:
         output: Literal["logits", "logprobs"] = "logits",
         top_logprobs: int = 0,
         max_bytes: int = 2**30,
+        use_tqdm: bool = True,
     ) -> np.ndarray | PromptLogprobs:
         """Teacher-forced logits of a prompt, or log-probabilities of its own tokens.
 
@@ -342,14 +347,17 @@ class LLM:
             output: "logits" float32 [positions, vocab], or "logprobs".
             top_logprobs: with "logprobs": how many of the most likely tokens to return beside.
             max_bytes: largest result that is returned, and most of the logits held at a time.
+            use_tqdm: show a bar if the prompt takes several steps.
 
         Raises:
             ValueError: positions outside the prompt, or a result larger than `max_bytes`.
         """
         ids = self._read_prompt(prompt, "the prompt", generate=0)
-        return score(self.engine, ids, positions, output, top_logprobs, max_bytes)
+        return score(self.engine, ids, positions, output, top_logprobs, max_bytes, use_tqdm)
 
-    def explain(self, prompt: Prompt, layers: list[int] | None = None) -> ExplainReport:
+    def explain(
+        self, prompt: Prompt, layers: list[int] | None = None, *, use_tqdm: bool = True
+    ) -> ExplainReport:
         """What the prefill of a prompt selects, per full layer, and what the ranks exchange for it.
 
         Read from the arrays of the very step that `generate` runs.
@@ -365,7 +373,7 @@ class LLM:
                 f"layers {strangers} have no indexer of their own: choose among {full}."
             )
         ids = self._read_prompt(prompt, "the prompt", generate=0)
-        return explain(self.engine, ids, chosen)
+        return explain(self.engine, ids, chosen, use_tqdm)
 
     def _read_prompt(self, prompt: Prompt, name: str, *, generate: int) -> list[int]:
         """Ids of a prompt that leaves room for `generate` tokens."""

@@ -14,9 +14,12 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Prompts as a list; one prompt (a text, ids, a dict) becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} is no prompt: give a text, token ids, or a list.")
     listed = list(prompts)
+    array = getattr(prompts, "ndim", None) == 1
     ids = listed and all(isinstance(p, int | np.integer) for p in listed)
-    return [listed] if ids else listed
+    return [prompts if array else listed] if ids or array else listed
 
 
 def text_of(prompt: Prompt) -> str | None:
@@ -49,7 +52,9 @@ def token_ids(prompt: Prompt, name: str, tokenizer: Tokenizer | None, vocab_size
                 f"{name} is text, but the checkpoint has no tokenizer.json: give token ids."
             )
         prompt = tokenizer.encode(prompt)
-    ids = list(prompt)
+    if not isinstance(prompt, Iterable):
+        raise ValueError(f"{name} is {prompt!r}: give a text or a list of token ids.")
+    ids = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
     if not ids:
         raise ValueError(f"{name} is empty: give at least one token.")
     wrong = [i for i in ids if not _is_id(i, vocab_size)]

@@ -17,13 +17,18 @@ def score(
     output: str,
     top_logprobs: int,
     max_bytes: int,
+    use_tqdm: bool,
 ) -> np.ndarray | PromptLogprobs:
     """See `LLM.score`."""
     if output not in ("logits", "logprobs"):
         raise ValueError(f'output={output!r} is unknown: use "logits" or "logprobs".')
     vocab = engine.runner.model.cfg.vocab_size
     last = len(ids) if output == "logits" else len(ids) - 1
-    wanted = np.arange(last) if positions is None else np.asarray(positions, np.int64)
+    wanted = np.arange(last) if positions is None else np.asarray(positions)
+    if wanted.size == 0:
+        wanted = np.zeros(0, np.int64)
+    if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
+        raise ValueError(f"positions={positions!r} is not a list of whole numbers: give one.")
     if wanted.size and not (wanted.min() >= 0 and wanted.max() < last):
         raise ValueError(
             f"positions must lie in 0..{last - 1} for {output} of a prompt of {len(ids)} tokens: "
@@ -34,14 +39,17 @@ def score(
             f"top_logprobs={top_logprobs} with output={output!r}: it goes with "
             f'output="logprobs" and is at most the vocabulary, {vocab}.'
         )
-    if output == "logits" and wanted.size * vocab * 4 > max_bytes:
+    result = wanted.size * (vocab * 4 if output == "logits" else 8 + 8 * top_logprobs)
+    if result > max_bytes:
+        less = 'use output="logprobs"' if output == "logits" else "lower top_logprobs"
         raise ValueError(
-            f"the logits of {wanted.size} positions take {wanted.size * vocab * 4:,} bytes, more "
-            f'than max_bytes={max_bytes:,}: name fewer positions, use output="logprobs", or raise '
-            "max_bytes."
+            f"the {output} of {wanted.size} positions take {result:,} bytes, more than max_bytes="
+            f"{max_bytes:,}: name fewer positions, {less}, or raise max_bytes."
         )
+    # A step's logits are padded to its bucket, which may be four times the tokens in it.
+    chunk_tokens = max(1, max_bytes // (vocab * 16))
     parts, ascending = [], np.sort(wanted)
-    for chunk in _read(engine, ids, chunk=max(1, max_bytes // (vocab * 4)), logits="all"):
+    for chunk in _read(engine, ids, use_tqdm, chunk=chunk_tokens, logits="all"):
         end = chunk.start + chunk.length
         here = ascending[(ascending >= chunk.start) & (ascending < end)]
         logits = chunk.result.logits[0, here - chunk.start]
@@ -51,7 +59,9 @@ def score(
     return joined[0] if output == "logits" else PromptLogprobs(*joined)
 
 
-def explain(engine: Engine, ids: list[int], layers: tuple[int, ...]) -> ExplainReport:
+def explain(
+    engine: Engine, ids: list[int], layers: tuple[int, ...], use_tqdm: bool
+) -> ExplainReport:
     """See `LLM.explain`."""
     chunks = [
         (
@@ -60,15 +70,15 @@ def explain(engine: Engine, ids: list[int], layers: tuple[int, ...]) -> ExplainR
             chunk.result.received_bytes,
             chunk.result.reruns,
         )
-        for chunk in _read(engine, ids, explain=True)
+        for chunk in _read(engine, ids, use_tqdm, explain=True)
     ]
     return explain_report(chunks, engine.runner.model.cfg.index_topk, layers)
 
 
-def _read(engine: Engine, ids: list[int], **changes) -> Iterator[Chunk]:
+def _read(engine: Engine, ids: list[int], use_tqdm: bool, **changes) -> Iterator[Chunk]:
     """Prefill `ids` on pages of its own, given back afterwards; a bar if it takes several steps."""
     pages = engine.reserve(len(ids))
-    quiet = len(ids) <= engine.chunked_prefill_size
+    quiet = not use_tqdm or len(ids) <= engine.chunked_prefill_size
     try:
         with tqdm(total=len(ids), desc="prefill", unit="tok", disable=quiet) as bar:
             for chunk in engine.prefill_chunks(ids, pages, **changes):

@@ -114,7 +114,7 @@ def test_score_gives_the_reference_logits_and_their_logprobs(llm, p3):
     some = [100, 3, 64, 3, 127]
     np.testing.assert_allclose(llm.score(ids, some), want[some], atol=2e-4, rtol=0)
     # A small limit only makes the chunks smaller.
-    report = llm.score(ids, output="logprobs", top_logprobs=2, max_bytes=50 * 257 * 4)
+    report = llm.score(ids, output="logprobs", top_logprobs=2, max_bytes=200 * 257 * 4)
     logprobs = want - np.log(np.exp(want.astype(np.float64)).sum(-1, keepdims=True))
     own = logprobs[np.arange(127), ids[1:]]
     np.testing.assert_allclose(report.token_logprobs, own, atol=4e-4, rtol=0)
@@ -221,7 +221,9 @@ REFUSALS = [
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in REFUSALS])
 def test_options_are_refused_before_weights_load(case, p3, monkeypatch):
-    monkeypatch.setattr("dcp_jax.llm.load_hf", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "dcp_jax.llm.load_params", lambda *_, **__: pytest.fail("weights were read")
+    )
     with pytest.raises(ValueError, match=case.says):
         dj.LLM(p3.path, **case.options)
 

@@ -98,6 +98,13 @@ class CacheSpec:
                 f"kv_cache_dtype={self.kv_dtype!r} is not stored by this cache: use one of "
                 f"{KV_DTYPES}."
             )
+        dim = self.index_head_dim
+        if self.fp8 and (dim > kv_layout.BLOCK or dim & (dim - 1)):
+            raise ValueError(
+                f"kv_cache_dtype='fp8_e4m3' with index_head_dim={dim} is not supported: index keys "
+                f"are rotated by a Hadamard matrix, a power of two of at most {kv_layout.BLOCK}; "
+                "use bf16."
+            )
         if self.pages < 1 or self.page_size < 1:
             raise ValueError(
                 f"A pool of {self.pages} pages of {self.page_size} rows holds nothing: give at "

@@ -4,6 +4,8 @@ Payloads are what one rank *sends to each other rank*, in bytes, for B*T = n que
 heads (padded), W ranks, C candidates. With one rank no collective is issued at all.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -75,6 +77,20 @@ def gather_vocab(logits: Float[Array, "B V"]) -> Float[Array, "B NV"]:
         return jax.lax.all_gather(logits, TP, axis=1, tiled=True)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _halves(lse: Float[Array, "*S"], dtype: jnp.dtype) -> Shaped[Array, "*S 2"]:
+    """A float32 as the bits of two 16-bit numbers."""
+    return jax.lax.bitcast_convert_type(lse, dtype)
+
+
+@_halves.defjvp
+def _no_derivative(dtype, primals, tangents):
+    raise NotImplementedError(
+        f"dcp_comm='a2a' with {dtype} has no derivative, because lse travels as bits: use "
+        "dcp_comm='ag_rs', PrefillPath.GATHERED or float32."
+    )
+
+
 def merge_heads_a2a(
     out: Float[Array, "B T WH D"], lse: Float[Array, "B T WH"], dtype: jnp.dtype
 ) -> Float[Array, "B T H D"]:
@@ -86,19 +102,18 @@ def merge_heads_a2a(
     size = axis_size(DCP)
     if size == 1:
         return out.astype(dtype)
-    word = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
-    words = jax.lax.bitcast_convert_type(out.astype(dtype), word)
-    lse_words = jax.lax.bitcast_convert_type(lse, word).reshape(*lse.shape, -1)
-    packed = jnp.concatenate([words, lse_words], axis=-1)
+    # Two 16-bit halves carry a float32 lse beside 16-bit outputs.
+    narrow = jnp.dtype(dtype).itemsize == 2
+    tail = _halves(lse, dtype) if narrow else lse[..., None]
+    packed = jnp.concatenate([out.astype(dtype), tail], axis=-1)
     batch, tokens, heads, width = packed.shape
     packed = packed.reshape(batch, tokens, size, heads // size, width)
     # The split axis becomes the axis of senders: [B, T, W, H, .] -> one partial per rank.
     with jax.named_scope("exchange.merge"):
         packed = jax.lax.all_to_all(packed, DCP, split_axis=2, concat_axis=2, tiled=True)
     dim = out.shape[-1]
-    outs = jax.lax.bitcast_convert_type(packed[..., :dim], dtype)
-    lses = packed[..., dim:]
-    lses = jax.lax.bitcast_convert_type(lses if word == jnp.uint16 else lses[..., 0], jnp.float32)
+    outs, tail = packed[..., :dim], packed[..., dim:]
+    lses = jax.lax.bitcast_convert_type(tail, jnp.float32) if narrow else tail[..., 0]
     merged, _ = merge_partials(jnp.moveaxis(outs, 2, 0), jnp.moveaxis(lses, 2, 0))
     return merged.astype(dtype)
 

@@ -78,7 +78,7 @@ class _Program(NamedTuple):
 # Buckets: few enough to compile, close enough not to waste much. A short page table costs so little
 # that all contexts below this many tokens share one.
 SHORT_CONTEXT = 512
-_ROWS, _TOKENS, _PAGES = 4, 4, 2  # ratio of neighbouring buckets
+_ROWS, _PAGES = 4, 2  # ratio of neighbouring buckets
 
 
 class Runner:
@@ -183,7 +183,14 @@ class Runner:
         if key not in self._programs:
             self._programs[key] = self._compile(inputs, opts, sampler)
         program = self._programs[key]
-        (output, sampled), self.cache = program.run(self.params, self.cache, inputs)
+        try:
+            (output, sampled), self.cache = program.run(self.params, self.cache, inputs)
+        except BaseException:
+            # The old caches were given to the step; interrupted here, the new ones are lost. No
+            # running sequence survives its exception, so empty caches serve the next.
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
+                self.cache = init_cache(self.spec, self.model.mesh)
+            raise
         return program, output, sampled
 
     def _trace(
@@ -258,7 +265,7 @@ class Runner:
 
     def _token_bucket(self, longest: int) -> int:
         """Never beyond the largest step that the engine makes: a full chunk is not padded."""
-        fits = bucket(longest, _TOKENS, smallest=16)
+        fits = bucket(longest, 4, smallest=16) if longest <= 256 else bucket(longest, 2)
         return fits if self.largest_step is None else max(longest, min(fits, self.largest_step))
 
     def _to_host(self, output, rows, received, reruns) -> StepResult:

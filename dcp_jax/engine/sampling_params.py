@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 MAX_LOGPROBS = 20
 
 
@@ -131,8 +133,9 @@ class SamplingParams:
 
 
 def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float | np.integer | np.floating)
+    return number and not isinstance(value, bool) and math.isfinite(value)

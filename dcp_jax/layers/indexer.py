@@ -6,6 +6,7 @@ and the selection is the exact top `index_topk` of the visible tokens in the tot
 descending, then position ascending), the same set on every rank and for every dcp_size.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -128,12 +129,19 @@ def index_and_select(
     flat = layout.layer_row(rows, ordinal, spec.index_rows, spec.index_layers)
     cache = write_index(cache, flat, keys, scale)
     queries = indexer.queries(q_latent, x, rope, spec.fp8, rotate)
+    # A selection is a set of integers: the step's derivative takes it as it is (the indexer has a
+    # training objective of its own).
+    queries, cache = jax.lax.stop_gradient(queries), _detach_index(cache)
     base = ordinal * spec.index_rows
     if opts.path is PrefillPath.GATHERED and axis_size(DCP) > 1:
         return _select_gathered(queries, cache, base, index_topk_size, spec, step, opts), cache
     if spec.index_replicated and axis_size(DCP) > 1:
         return _select_from_replica(queries, cache, base, index_topk_size, spec, step, opts), cache
     return _select_owned(queries, cache, base, index_topk_size, spec, step, opts), cache
+
+
+def _detach_index(cache: KVCache) -> KVCache:
+    return replace(cache, index_k=jax.lax.stop_gradient(cache.index_k))
 
 
 def _select_owned(queries, cache, base, k, spec, step, opts) -> Selection:
@@ -186,16 +194,17 @@ def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
         scale = (
             None if cache.index_scale is None else gather_keys(cache.index_scale[rows], "index_k")
         )
-        length = keys.shape[1]
+        # Pages as one rank would have them, so that keys are scored in chunks of pages.
+        page, pages = spec.page_size * axis_size(DCP), step.page_table.shape[1]
         index = index_topk(
             queries.q,
             queries.weights,
             keys.reshape(-1, keys.shape[-1]),
             None if scale is None else scale.reshape(-1),
-            jnp.arange(batch, dtype=jnp.int32)[:, None],
+            jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages),
             step.visible,
-            k=min(k, length),
-            page_size=length,
+            k=min(k, keys.shape[1]),
+            page_size=page,
             implementation=opts.kernels,
         ).index
     counts = jnp.minimum(step.visible, k)

@@ -1,12 +1,32 @@
 """Matrix products: operands in the activations' dtype, sums in float32."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
 def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
     """`jnp.einsum` accumulated in float32 and returned in x's dtype."""
-    return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return einsum32(spec, x, w).astype(x.dtype)
+
+
+def einsum32(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`jnp.einsum` with float32 sums; narrower operands are multiplied as they are, exactly.
+
+    XLA on CPU has no kernel for some products of bfloat16 (it fails when they run), so there the
+    operands are widened first: the same products, the same sums.
+    """
+
+    def product(x, w):
+        return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
+
+    if x.dtype == jnp.float32:
+        return product(x, w)
+
+    def widened(x, w):
+        return product(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(x, w, cpu=widened, default=product)
 
 
 def linear(x: Float[Array, "*N D"], w: Float[Array, "O D"]) -> Float[Array, "*N O"]:
@@ -16,4 +36,4 @@ def linear(x: Float[Array, "*N D"], w: Float[Array, "O D"]) -> Float[Array, "*N 
 
 def linear32(x: Float[Array, "*N D"], w: Float[Array, "O D"]) -> Float[Array, "*N O"]:
     """`linear` with the float32 sums returned as they are: router, head weights, logits."""
-    return jnp.einsum("...d,od->...o", x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    return einsum32("...d,od->...o", x, w.astype(x.dtype))

@@ -110,9 +110,7 @@ def grouped_swiglu(
 
     parts, _ = jax.lax.scan(multiply, jnp.zeros((pairs, x.shape[-1]), x.dtype), (pair, expert))
     parts = parts.reshape(tokens, per_token, -1)
-    return jnp.einsum("nkd,nk->nd", parts, weights, preferred_element_type=jnp.float32).astype(
-        x.dtype
-    )
+    return jnp.einsum("nkd,nk->nd", parts.astype(jnp.float32), weights).astype(x.dtype)
 
 
 class MoE(nnx.Module):
@@ -126,8 +124,7 @@ class MoE(nnx.Module):
         self.e_score_correction_bias = param((n,), jnp.float32)
         self.experts_gate_up = param((n, 2, expert_size, hidden), dtype, (None, None, "mlp"))
         self.experts_down = param((n, hidden, expert_size), dtype, (None, None, "mlp"))
-        if shared_size:
-            self.shared = SwiGLU(hidden, shared_size, dtype)
+        self.shared = SwiGLU(hidden, shared_size, dtype)
 
     def __call__(
         self, x: Float[Array, "B T d"]
@@ -135,9 +132,9 @@ class MoE(nnx.Module):
         """The layer's output and each token's experts."""
         flat = x.reshape(-1, x.shape[-1])
         experts, weights = route(flat, self.gate[...], self.e_score_correction_bias[...], self.cfg)
-        y = grouped_swiglu(
+        routed = grouped_swiglu(
             flat, experts, weights, self.experts_gate_up[...], self.experts_down[...]
-        ).reshape(x.shape)
-        if hasattr(self, "shared"):
-            y = y + self.shared.partial(x)
-        return tp_sum(y), experts.reshape(*x.shape[:-1], -1)
+        )
+        return tp_sum(routed.reshape(x.shape) + self.shared.partial(x)), experts.reshape(
+            *x.shape[:-1], -1
+        )

@@ -20,7 +20,7 @@ class Sizes:
         heads: attention heads.
         intermediate: of the dense layers.
         moe_intermediate: of one routed expert.
-        shared_intermediate: of the shared experts together; 0 without any.
+        shared_intermediate: of the shared experts together.
     """
 
     vocab: int
