@@ -56,7 +56,12 @@ def selected_positions(positions: np.ndarray, index_topk: int) -> np.ndarray:
     ranks, tokens, width = positions.shape
     flat = np.moveaxis(positions, 0, 1).reshape(tokens, ranks * width)
     none = np.iinfo(np.int32).max
-    ordered = np.sort(np.where(flat < 0, none, flat), axis=-1)[:, :index_topk]
+    ordered = np.sort(np.where(flat < 0, none, flat), axis=-1)
+    if (ordered[:, index_topk:] != none).any():
+        raise ValueError(
+            f"the ranks selected more than index_topk={index_topk} positions together."
+        )
+    ordered = ordered[:, :index_topk]
     missing = index_topk - ordered.shape[1]
     ordered = np.pad(ordered, ((0, 0), (0, missing)), constant_values=none)
     return np.where(ordered == none, -1, ordered).astype(np.int32)

@@ -177,6 +177,16 @@ def test_arrays_in_memory_and_orbax_directories(llm, p3, tmp_path):
     assert greedy(restored, PROMPTS[:2], max_tokens=1) == expected
 
 
+def test_a_bf16_checkpoint_runs_as_it_is(golden):
+    """dtype="auto" computes in bfloat16; a short greedy text is the same for every W."""
+    path = golden("p4").path
+    texts = [
+        greedy(dj.LLM(path, tp=w, dcp_size=w, page_size=4), [PROMPTS[3]], max_tokens=4)
+        for w in (1, 3)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_fp8_cache_generates(p3):
     ranks = dj.LLM(p3.path, tp=2, dcp_size=2, kv_cache_dtype="fp8", page_size=4)
     assert ranks.engine.runner.cache.latent.dtype == np.uint8
@@ -241,6 +251,9 @@ BAD_PROMPTS = [
     ([[]], "prompt 0 is empty"),
     ([[1], [257]], "prompt 1 has token ids outside the vocabulary: \\[257\\]"),
     ([[1, -1]], "outside the vocabulary: \\[-1\\]"),
+    (5, "prompts=5 is no prompt"),
+    ([None], "prompt 0 is None"),
+    ({"prompt_token_ids": None}, "prompt 0 is None"),
     ([[1.5]], "outside the vocabulary: \\[1.5\\]"),
     ([[True]], "outside the vocabulary: \\[True\\]"),
     ({"prompt_token_ids": [1], "seed": 1}, "has the keys"),
@@ -266,6 +279,9 @@ def assert_nothing_to_do(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ({"positions": [0.7]}, "not a list of whole numbers"),
+        ({"positions": [[0]]}, "not a list of whole numbers"),
+        ({"output": "logprobs", "top_logprobs": 64, "max_bytes": 10}, "lower top_logprobs"),
         ({"positions": [3]}, r"positions must lie in 0..2 for logits"),
         ({"positions": [-1]}, r"got -1"),
         ({"positions": [2], "output": "logprobs"}, r"0..1 for logprobs"),
@@ -291,3 +307,29 @@ def test_caches_live_where_the_mesh_says(llm):
     used = llm.engine.runner.cache
     for a, b in zip(jax.tree.leaves(fresh), jax.tree.leaves(used), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_a_step_that_is_interrupted_after_its_caches_were_given_away(alone, monkeypatch):
+    """The donated caches are gone, so the runner starts empty ones and stays usable."""
+    runner = alone.engine.runner
+    expected = greedy(alone, [PROMPTS[1]], max_tokens=2)
+    (key,) = [k for k in runner._programs if k[0][0] == (1, 1)][:1]
+    program = runner._programs[key]
+
+    def run(*args):
+        program.run(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(runner._programs, key, program._replace(run=run))
+    with pytest.raises(KeyboardInterrupt):
+        greedy(alone, [PROMPTS[1]], max_tokens=2)
+    monkeypatch.undo()
+    assert greedy(alone, [PROMPTS[1]], max_tokens=2) == expected
+
+
+def test_params_of_another_mesh_or_dtype_are_refused(alone):
+    params = alone.engine.runner.params
+    with pytest.raises(ValueError, match=r"embed is float32\[257, 48\], not float32\[258, 48\]"):
+        dj.LLM(alone.config, params=params, tp=2, dcp_size=2, dtype="float32")
+    with pytest.raises(ValueError, match="not bfloat16"):
+        dj.LLM(alone.config, params=params, dtype="bfloat16")

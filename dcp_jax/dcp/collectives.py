@@ -4,8 +4,6 @@ Payloads are what one rank *sends to each other rank*, in bytes, for B*T = n que
 heads (padded), W ranks, C candidates. With one rank no collective is issued at all.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -77,17 +75,17 @@ def gather_vocab(logits: Float[Array, "B V"]) -> Float[Array, "B NV"]:
         return jax.lax.all_gather(logits, TP, axis=1, tiled=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _halves(lse: Float[Array, "*S"], dtype: jnp.dtype) -> Shaped[Array, "*S 2"]:
-    """A float32 as the bits of two 16-bit numbers."""
-    return jax.lax.bitcast_convert_type(lse, dtype)
+@jax.custom_jvp
+def _bits(x: Float[Array, "*S"]) -> Shaped[Array, "*T"]:
+    """16-bit words of 16- or 32-bit floats (a float32 becomes two, on a new last axis)."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16)
 
 
-@_halves.defjvp
-def _no_derivative(dtype, primals, tangents):
+@_bits.defjvp
+def _no_derivative(primals, tangents):
     raise NotImplementedError(
-        f"dcp_comm='a2a' with {dtype} has no derivative, because lse travels as bits: use "
-        "dcp_comm='ag_rs', PrefillPath.GATHERED or float32."
+        "dcp_comm='a2a' with 16-bit activations has no derivative, because they travel as bits: "
+        "use dcp_comm='ag_rs', PrefillPath.GATHERED or float32."
     )
 
 
@@ -102,18 +100,23 @@ def merge_heads_a2a(
     size = axis_size(DCP)
     if size == 1:
         return out.astype(dtype)
-    # Two 16-bit halves carry a float32 lse beside 16-bit outputs.
+    # Beside 16-bit outputs the float32 lse travels as two halves, all of it as integers: as floats
+    # of 16 bits, halves that look like NaN would not survive every backend.
     narrow = jnp.dtype(dtype).itemsize == 2
-    tail = _halves(lse, dtype) if narrow else lse[..., None]
-    packed = jnp.concatenate([out.astype(dtype), tail], axis=-1)
+    parts = (_bits(out.astype(dtype)), _bits(lse)) if narrow else (out, lse[..., None])
+    packed = jnp.concatenate(parts, axis=-1)
     batch, tokens, heads, width = packed.shape
     packed = packed.reshape(batch, tokens, size, heads // size, width)
     # The split axis becomes the axis of senders: [B, T, W, H, .] -> one partial per rank.
     with jax.named_scope("exchange.merge"):
         packed = jax.lax.all_to_all(packed, DCP, split_axis=2, concat_axis=2, tiled=True)
     dim = out.shape[-1]
-    outs, tail = packed[..., :dim], packed[..., dim:]
-    lses = jax.lax.bitcast_convert_type(tail, jnp.float32) if narrow else tail[..., 0]
+    outs, lses = packed[..., :dim], packed[..., dim:]
+    if narrow:
+        outs = jax.lax.bitcast_convert_type(outs, dtype)
+        lses = jax.lax.bitcast_convert_type(lses, jnp.float32)
+    else:
+        lses = lses[..., 0]
     merged, _ = merge_partials(jnp.moveaxis(outs, 2, 0), jnp.moveaxis(lses, 2, 0))
     return merged.astype(dtype)
 
