@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, and its exit codes."""
 
 import json
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -67,6 +68,38 @@ class Refusal:
     says: str
 
 
+@pytest.fixture(scope="module")
+def bytes_p3(golden, tmp_path_factory):
+    """p3 with a byte tokenizer."""
+    path = tmp_path_factory.mktemp("bytes")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden("p3").path / name, path)
+    tokenizer = {"tokenizer_class": "ByteTokenizer", "special_tokens": ["<|eos|>"]}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return str(path)
+
+
+def test_sampled_text_repeats_by_its_seed(run, bytes_p3):
+    args = ["generate", bytes_p3, "--prompt", "hello", "--dtype", "float32", "--max-tokens", "6"]
+    first, second = (run(*args, "--seed", "3", "--temperature", "0.9", "--json") for _ in range(2))
+    assert first[0] == 0
+    assert first[1] == second[1]
+    assert json.loads(first[1])["prompt"] == "hello"
+
+
+def test_a_chat_keeps_the_conversation(run, bytes_p3, monkeypatch):
+    typed = iter(["hello", "", "/reset", "again", "x" * 600, "/exit"])
+    monkeypatch.setattr("rich.console.Console.input", lambda *_: next(typed))
+    args = ["chat", bytes_p3, "--temperature", "0", "--max-tokens", "4", "--dtype", "float32"]
+    code, out, _ = run(*args)
+    assert code == 0
+    assert "The conversation starts over." in out
+    assert "max_model_len is 512: shorten" in " ".join(out.split())
+    code, out, _ = run(*args, "--message", "hello", "--system", "Be brief.")
+    assert code == 0
+    assert out.strip()
+
+
 REFUSALS = [
     Refusal("no-model", ["generate", *IDS], "give the checkpoint directory once"),
     Refusal("no-such-dir", ["generate", "nowhere", *IDS], "nowhere holds no config.json"),
@@ -81,6 +114,8 @@ REFUSALS = [
     Refusal("ratio", ["explain", "P3", *IDS, "--prefill.owned-prefill-ratio", "-1"], "-1.0"),
     Refusal("unknown-flag", ["generate", "P3", *IDS, "--speculative-algorithm", "EAGLE"], "--spec"),
     Refusal("shared-layer", ["explain", "P3", *IDS, "--layers", "2"], "layers [2] have no indexer"),
+    Refusal("chat-without-tokenizer", ["chat", "P3"], "has no tokenizer.json"),
+    Refusal("temperature", ["generate", "P3", *IDS, "--temperature", "-1"], "temperature=-1.0"),
     Refusal("demo", ["demo", "nowhere"], "nowhere has no golden.npz"),
 ]
 
