@@ -94,7 +94,7 @@ class EngineArgs:
         llm = LLM(
             model,
             prefill_policy=self.prefill,
-            kernels=None if self.kernels == "auto" else self.kernels,
+            kernels=self.kernels,
             progress=True,
             **options,
         )

@@ -69,8 +69,6 @@ def _option_problems(engine: Any) -> list[str]:
     options = {
         name: getattr(engine, name) for name in inspect.signature(option_problems).parameters
     }
-    if options["kernels"] == "auto":
-        options["kernels"] = None
     return option_problems(**options)
 
 

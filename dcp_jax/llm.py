@@ -1,5 +1,6 @@
 """`LLM`: a checkpoint on a mesh, ready to generate, score and explain from Python."""
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,10 +29,11 @@ from dcp_jax.engine.text import TextStream
 from dcp_jax.functional import check_arrays, load_params
 from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
-from dcp_jax.mesh import DCP, check_sizes, make_mesh, tp_size
+from dcp_jax.mesh import AXES, DCP, make_mesh, tp_size
 from dcp_jax.model import Model
 from dcp_jax.policy import PrefillPolicy
 from dcp_jax.prompts import Prompt, as_list, check_fits, text_of, token_ids
+from dcp_jax.refusals import check_keywords
 from dcp_jax.reports import ExplainReport, PromptLogprobs
 from dcp_jax.scoring import explain, score
 from dcp_jax.tokenizer import Tokenizer, load_tokenizer
@@ -72,6 +74,7 @@ class LLM:
         params: dict | None = None,
         mesh: Mesh | None = None,
         progress: bool = False,
+        **unknown: Any,
     ):
         """Load the model and allocate its caches.
 
@@ -84,7 +87,7 @@ class LLM:
             prefill_policy: thresholds of the prefill paths.
             dcp_comm: collectives of the merge of partial attention outputs.
             index_cache: indexer keys sharded over the ranks, or whole on each.
-            kernels: implementation of every op; None takes the best available.
+            kernels: implementation of every op; None or "auto" takes the best available.
             max_model_len: default: what the model allows and the pool holds.
             max_running_requests: sequences decoded together.
             chunked_prefill_size: tokens of a prompt per step.
@@ -95,11 +98,19 @@ class LLM:
             params: arrays already in memory, as `weights.load_hf` returns them.
             mesh: an existing mesh; replaces `tp` and `dcp_size`.
             progress: show a bar while weights load.
+            **unknown: refused: by a sentence if other engines have the option, else by name.
 
         Raises:
             ValueError: an option or combination that cannot work, all of them in one message.
+            TypeError: an option that does not exist.
         """
+        accepted = inspect.signature(LLM).parameters
+        check_keywords(unknown, {"tp": tp, "dcp_size": dcp_size}, accepted=accepted)
         if mesh is not None:
+            if tuple(mesh.axis_names) != AXES:
+                raise ValueError(
+                    f"the mesh has the axes {mesh.axis_names}, not {AXES}: make it with make_mesh."
+                )
             tp, dcp_size = tp_size(mesh), mesh.shape[DCP]
         policy = prefill_policy or PrefillPolicy()
         options = check_options(
@@ -116,8 +127,8 @@ class LLM:
             page_size=page_size,
             mem_fraction_static=mem_fraction_static,
             max_total_tokens=max_total_tokens,
+            prefill=policy,
         )
-        check_sizes(tp, dcp_size)
         if isinstance(model, ModelConfig):
             directory, self.config = None, model
         else:
@@ -180,7 +191,7 @@ class LLM:
                     dcp_comm=options.dcp_comm,
                     index_cache=index_cache,
                     gather_chunk_tokens=policy.gather_chunk_tokens,
-                    kernels=kernels,
+                    kernels=None if kernels == "auto" else kernels,
                 ),
                 largest_step=chunked_prefill_size,
             ),

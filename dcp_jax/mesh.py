@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 DP, MODEL, DCP = "dp", "model", "dcp"
+AXES = (DP, MODEL, DCP)
 TP = (MODEL, DCP)
 
 # The one table from what a parameter's axis means to the mesh axes that it shards over.
@@ -54,7 +55,7 @@ def make_mesh(tp: int = 1, dcp_size: int = 1, dp: int = 1, devices: list | None 
             "jax.config.update('jax_num_cpu_devices', N) before the first use of JAX)."
         )
     grid = np.asarray(devices[:needed]).reshape(dp, tp // dcp_size, dcp_size)
-    return Mesh(grid, (DP, MODEL, DCP), axis_types=(AxisType.Auto,) * 3)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def tp_size(mesh: Mesh) -> int:

@@ -42,7 +42,7 @@ class PrefillPolicy:
                 f"owned_prefill_ratio={self.owned_prefill_ratio} is negative: it is a number of "
                 "prefix tokens per gathered head and new token; give 0 or more."
             )
-        if self.gather_chunk_tokens < 1:
+        if not isinstance(self.gather_chunk_tokens, int) or self.gather_chunk_tokens < 1:
             raise ValueError(
                 f"gather_chunk_tokens={self.gather_chunk_tokens} gathers nothing: give at least 1."
             )

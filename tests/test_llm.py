@@ -219,6 +219,16 @@ REFUSALS = [
     Refusal("kernels", {"kernels": "cuda"}, "kernels='cuda' is not supported"),
     Refusal("page", {"page_size": 0}, "page_size=0 is not a count"),
     Refusal("fraction", {"mem_fraction_static": 1.5}, "mem_fraction_static=1.5"),
+    Refusal("fraction-text", {"mem_fraction_static": "0.9"}, "mem_fraction_static='0.9'"),
+    Refusal("kv-list", {"kv_cache_dtype": ["fp8"]}, r"kv_cache_dtype=\['fp8'\]"),
+    Refusal("policy", {"prefill_policy": "gathered"}, "prefill_policy='gathered'"),
+    Refusal(
+        "gathered-alone",
+        {"prefill_policy": dj.PrefillPolicy(force=dj.PrefillPath.GATHERED)},
+        "prefill.force='gathered' has no effect with dcp_size=1",
+    ),
+    Refusal("speculative", {"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
+    Refusal("lora", {"enable_lora": True}, "enable_lora=True"),
     Refusal("context", {"max_model_len": 513}, "max_position_embeddings=512"),
     Refusal(
         "pool-too-small",

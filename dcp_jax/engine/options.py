@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
 from dcp_jax.mesh import check_sizes
+from dcp_jax.policy import PrefillPath, PrefillPolicy
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -29,7 +32,8 @@ class Resolved:
 
 
 def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and int(value) >= 1
 
 
 def option_problems(
@@ -47,12 +51,13 @@ def option_problems(
     page_size,
     mem_fraction_static,
     max_total_tokens,
+    prefill,
 ) -> list[str]:
     """Everything that is wrong with the options of `LLM`: the value given, the reason, the fix."""
     problems = []
 
     def choice(name, value, allowed):
-        if value not in allowed:
+        if not any(value == one for one in allowed):
             problems.append(f"{name}={value!r} is not supported: use one of {sorted(allowed)}")
 
     def count(name, value, optional=False):
@@ -64,7 +69,7 @@ def option_problems(
     choice("dcp_comm", dcp_comm, ("auto", *DCP_COMMS))
     choice("index_cache", index_cache, INDEX_CACHES)
     if kernels is not None:
-        choice("kernels", kernels, KERNELS)
+        choice("kernels", kernels, ("auto", *KERNELS))
     count("tp", tp)
     count("dcp_size", dcp_size)
     count("max_model_len", max_model_len, optional=True)
@@ -77,9 +82,10 @@ def option_problems(
             check_sizes(tp, dcp_size)
         except ValueError as error:
             problems.append(str(error).removesuffix("."))
-    if not 0 < mem_fraction_static <= 1:
+    fraction = mem_fraction_static
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         problems.append(
-            f"mem_fraction_static={mem_fraction_static} is not a share of the memory: give a "
+            f"mem_fraction_static={mem_fraction_static!r} is not a share of the memory: give a "
             "number above 0 and at most 1"
         )
     if dcp_size == 1 and dcp_comm != "auto":
@@ -91,6 +97,13 @@ def option_problems(
         problems.append(
             "index_cache='replicated' has no effect with dcp_size=1, where the one rank has every "
             "key: leave it at 'sharded', or raise dcp_size"
+        )
+    if not isinstance(prefill, PrefillPolicy):
+        problems.append(f"prefill_policy={prefill!r} is not a PrefillPolicy: give one")
+    elif dcp_size == 1 and prefill.force is PrefillPath.GATHERED:
+        problems.append(
+            "prefill.force='gathered' has no effect with dcp_size=1, where the one rank owns every "
+            "row: leave it out, or raise dcp_size"
         )
     if not problems and max_model_len and max_total_tokens:
         fits = padded(max_total_tokens, page_size * dcp_size)
