@@ -79,8 +79,8 @@ def hadamard(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 
 
 def write_rows(
-    pool: Shaped[Array, "M *row"], values: Shaped[Array, "..."], rows: Int32[Array, "..."]
-) -> Shaped[Array, "M *row"]:
+    pool: Shaped[Array, " M *row"], values: Shaped[Array, "..."], rows: Int32[Array, "..."]
+) -> Shaped[Array, " M *row"]:
     """The pool with `values` at `rows`, in place when donated; row M or below 0 is "not mine"."""
     # An index of -1 would wrap to the last row even with mode="drop".
     rows = jnp.where(rows < 0, pool.shape[0], rows)

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import pick
 
 def merge_partials(
     outs: Float[Array, "W *rows D"],
-    lses: Float[Array, "W *rows"],
+    lses: Float[Array, " W *rows"],
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
@@ -35,7 +35,7 @@ def merge_two(
     )
 
 
-def merge_weights(lses: Float[Array, "W *rows"]) -> Float[Array, "W *rows"]:
+def merge_weights(lses: Float[Array, " W *rows"]) -> Float[Array, " W *rows"]:
     """Each partial's share of the merged result; exactly 0 for an empty one, all 0 if all are."""
     lses = jnp.where(jnp.isinf(lses), -jnp.inf, lses.astype(jnp.float32))
     top = jnp.max(lses, axis=0)

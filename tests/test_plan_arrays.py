@@ -28,9 +28,9 @@ from dcp_jax.plan import (
     weight_bytes,
     workspace,
 )
-from dcp_jax.plan_exchange import MAX_NARROW_KEYS
-from dcp_jax.plan_limits import PREFILL_PATHS
-from dcp_jax.plan_workspace import BUDGET
+from dcp_jax.plan.exchange import MAX_NARROW_KEYS
+from dcp_jax.plan.limits import PREFILL_PATHS
+from dcp_jax.plan.workspace import BUDGET
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import tiny_config
 from pallas_kernels import blocking, topk

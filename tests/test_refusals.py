@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from dcp_jax import cli, llm
-from dcp_jax.cli_parse import flags
+from dcp_jax.cli.parse import flags
 from dcp_jax.engine.options import option_problems
 from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.policy import PrefillPath, PrefillPolicy, choose_path
@@ -187,7 +187,9 @@ def test_the_table_and_our_flags_do_not_overlap(commands):
 
 def test_every_flag_is_read_by_something(commands):
     """No option is parsed and then forgotten, on any command."""
-    sources = [p.read_text(encoding="utf-8") for p in Path(cli.__file__).parent.rglob("*.py")]
+    sources = [
+        p.read_text(encoding="utf-8") for p in Path(cli.__file__).parent.parent.rglob("*.py")
+    ]
     read_somewhere = {
         node.attr
         for source in sources

@@ -16,9 +16,9 @@ from dcp_jax.cli import main
 from dcp_jax.dcp import collectives, layout
 from dcp_jax.engine.runner import Runner
 from dcp_jax.selfcheck import Area, Outcome, distance, exit_code, measure, run, unequal
-from dcp_jax.selfcheck_layout import format_checks, layout_checks
-from dcp_jax.selfcheck_mesh import available, exchange_checks, model_checks
-from dcp_jax.selfcheck_ops import attention_checks, merge_checks, topk_checks
+from dcp_jax.selfcheck.layout import format_checks, layout_checks
+from dcp_jax.selfcheck.mesh import available, exchange_checks, model_checks
+from dcp_jax.selfcheck.ops import attention_checks, merge_checks, topk_checks
 from pallas_kernels import kv_layout, lse_merge, sparse_mla, topk
 
 
@@ -212,8 +212,8 @@ def test_table(monkeypatch, capsys):
         monkeypatch.setattr(f"dcp_jax.selfcheck_{area}_checks", list)
     skipped = [Outcome("exchange", "W=8 [x]", 0.0, reason="too few", skipped=True)]
     failed = [Outcome("model", "W=8", 1e-3, error=0.5)]
-    monkeypatch.setattr("dcp_jax.selfcheck_mesh.exchange_checks", lambda: skipped)
-    monkeypatch.setattr("dcp_jax.selfcheck_mesh.model_checks", lambda model, dtype: failed)
+    monkeypatch.setattr("dcp_jax.selfcheck.mesh.exchange_checks", lambda: skipped)
+    monkeypatch.setattr("dcp_jax.selfcheck.mesh.model_checks", lambda model, dtype: failed)
     with pytest.raises(SystemExit) as stop:
         main(["selfcheck"])
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ from dcp_jax.plan import (
     compare,
     device,
 )
-from dcp_jax.plan_devices import GB
+from dcp_jax.plan.devices import GB
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
 
@@ -96,7 +96,7 @@ class Plan:
 
     def run(self, console: Console) -> None:
         """Compute, print, plot."""
-        from dcp_jax.plan_tables import comparison_table, plot_comparison, verdicts
+        from dcp_jax.plan.tables import comparison_table, plot_comparison, verdicts
 
         base = Deployment(
             load_config(self.model),
@@ -184,7 +184,7 @@ class CheckConfig:
 
     def run(self, console: Console) -> None:
         """Check, print."""
-        from dcp_jax.plan_tables import check_tables
+        from dcp_jax.plan.tables import check_tables
 
         cfg = load_config(self.model)
         weights = self.weights

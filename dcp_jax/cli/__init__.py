@@ -15,12 +15,12 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from dcp_jax.cli_chat import Chat
-from dcp_jax.cli_engine import EngineArgs
-from dcp_jax.cli_parse import parse
-from dcp_jax.cli_plan import COMMANDS as PLAN_COMMANDS
-from dcp_jax.cli_sampling import SamplingArgs
-from dcp_jax.cli_selfcheck import COMMANDS as CHECK_COMMANDS
+from dcp_jax.cli.chat import Chat
+from dcp_jax.cli.engine import EngineArgs
+from dcp_jax.cli.parse import parse
+from dcp_jax.cli.plan import COMMANDS as PLAN_COMMANDS
+from dcp_jax.cli.sampling import SamplingArgs
+from dcp_jax.cli.selfcheck import COMMANDS as CHECK_COMMANDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,3 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,8 @@ upper bound: within a stage everything counts as alive together.
 from dataclasses import dataclass
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.plan_exchange import StepShape, candidates
-from dcp_jax.plan_memory import CacheBytes, Layout, sizes
+from dcp_jax.plan.exchange import StepShape, candidates
+from dcp_jax.plan.memory import CacheBytes, Layout, sizes
 from dcp_jax.policy import PrefillPath
 
 BUDGET = 64 * 2**20  # `pallas_kernels.blocking.BUDGET_BYTES`

@@ -1,8 +1,8 @@
 """A short numerical check of this installation, on these devices.
 
-`run` goes through the areas: index arithmetic and cache formats (`selfcheck_layout`), the ops alone
-against `pallas_kernels.reference` (`selfcheck_ops`), then the exchanges and a whole model on meshes
-of every size that the devices allow (`selfcheck_mesh`). Nothing is trusted to have been compiled
+`run` goes through the areas: index arithmetic and cache formats (`layout`), the ops alone
+against `pallas_kernels.reference` (`ops`), then the exchanges and a whole model on meshes
+of every size that the devices allow (`mesh`). Nothing is trusted to have been compiled
 right before: every check builds its program anew.
 """
 

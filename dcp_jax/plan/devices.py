@@ -99,5 +99,5 @@ def device(name: str) -> Device:
             return known
     raise ValueError(
         f"device={name!r} is not in the table: use one of {', '.join(DEVICES)} (from Python, "
-        "dcp_jax.plan_devices.Device describes any other)."
+        "dcp_jax.plan.devices.Device describes any other)."
     )

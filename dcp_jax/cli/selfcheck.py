@@ -32,23 +32,22 @@ class SelfCheck:
 
     def run(self, console: Console) -> None:
         """Check everything, print what was measured, exit."""
-        from dcp_jax import selfcheck_layout, selfcheck_mesh, selfcheck_ops
         from dcp_jax.config import ModelConfig
-        from dcp_jax.selfcheck import exit_code, run
+        from dcp_jax.selfcheck import exit_code, layout, mesh, ops, run
 
         if self.model is not None:
             ModelConfig.from_hf(self.model)  # a model that is none is refused, not a failed check
-        selfcheck_mesh.available()  # before the backend starts: on CPU, devices can be made
+        mesh.available()  # before the backend starts: on CPU, devices can be made
         outcomes = []
         areas = (
-            selfcheck_layout.layout_checks,
-            selfcheck_layout.format_checks,
-            selfcheck_ops.merge_checks,
-            selfcheck_ops.index_checks,
-            selfcheck_ops.topk_checks,
-            selfcheck_ops.attention_checks,
-            selfcheck_mesh.exchange_checks,
-            partial(selfcheck_mesh.model_checks, self.model, dtype=self.dtype),
+            layout.layout_checks,
+            layout.format_checks,
+            ops.merge_checks,
+            ops.index_checks,
+            ops.topk_checks,
+            ops.attention_checks,
+            mesh.exchange_checks,
+            partial(mesh.model_checks, self.model, dtype=self.dtype),
         )
         with console.status("checking") as status:
             for outcome in run(areas):

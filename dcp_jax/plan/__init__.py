@@ -1,12 +1,12 @@
 """What a deployment holds and how fast it decodes, before anything runs: no array, no jax.
 
-`check` (in `plan_check`) answers for one deployment. `compare` sets W = 1, 2, 4, 8 and attention
+`check` (in `plan.check`) answers for one deployment. `compare` sets W = 1, 2, 4, 8 and attention
 data parallelism side by side:
 
     pool(W)       = mem_fraction_static * memory - weights(W) - reserve     per rank
-    tokens(W)     = floor over whole pages of pool(W) / rank_bytes(W)       (`plan_memory`)
+    tokens(W)     = floor over whole pages of pool(W) / rank_bytes(W)       (`plan.memory`)
     requests(W)   = tokens(W) / context, at most max_running_requests
-    TPOT(W, B, S) = the parts of a decode step                              (`plan_step`)
+    TPOT(W, B, S) = the parts of a decode step                              (`plan.step`)
     throughput(W) = requests(W) / TPOT(W, requests(W), context)
     recommended W = argmax over W of the best B / TPOT(W, B, context) with TPOT <= limit
 
@@ -19,9 +19,9 @@ must fit on one rank, and a step with few requests leaves ranks idle: it wins at
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_jax.plan_check import Check, check
-from dcp_jax.plan_devices import DEVICES, Device, device
-from dcp_jax.plan_exchange import (
+from dcp_jax.plan.check import Check, check
+from dcp_jax.plan.devices import DEVICES, Device, device
+from dcp_jax.plan.exchange import (
     LayerExchange,
     StepShape,
     candidates,
@@ -29,8 +29,8 @@ from dcp_jax.plan_exchange import (
     exchange_bytes,
     layer_exchange,
 )
-from dcp_jax.plan_limits import RESERVE, Deployment
-from dcp_jax.plan_memory import (
+from dcp_jax.plan.limits import RESERVE, Deployment
+from dcp_jax.plan.memory import (
     CacheBytes,
     Layout,
     Pool,
@@ -40,7 +40,7 @@ from dcp_jax.plan_memory import (
     q_replication_bytes,
     weight_bytes,
 )
-from dcp_jax.plan_step import (
+from dcp_jax.plan.step import (
     Calibration,
     StepTime,
     StepWeights,
@@ -50,7 +50,7 @@ from dcp_jax.plan_step import (
     skew,
     step_time,
 )
-from dcp_jax.plan_workspace import Workspace, workspace
+from dcp_jax.plan.workspace import Workspace, workspace
 
 __all__ = [
     "DEVICES",

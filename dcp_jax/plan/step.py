@@ -8,7 +8,7 @@ n_r, B_r the share of a rank (all of them, but 1/N under attention data parallel
     attention     L max(n_r k_own latent_row / hbm, 2 n_r k_own H_tile (2 C + R) / attention)
     index logits  L_i max(B_r S/W (index_row + 4 next_n) / hbm, 2 n_r S/W H_i D / fp8)
     top-k         L_i (topk_alpha + n_r S/W 4 / topk_bandwidth)
-    exchange      alpha for every exchange + their bytes / link    (`plan_exchange`)
+    exchange      alpha for every exchange + their bytes / link    (`plan.exchange`)
     merge         L_i (topk_alpha + n W pairs 4 / topk_bandwidth)  (of the candidates)
     fixed         L t_fix
 
@@ -22,14 +22,14 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.plan_devices import Device
-from dcp_jax.plan_exchange import (
+from dcp_jax.plan.devices import Device
+from dcp_jax.plan.exchange import (
     candidates,
     collectives_per_step,
     layer_exchange,
     pair_bytes,
 )
-from dcp_jax.plan_memory import CacheBytes, Layout, q_replication_bytes, weight_bytes
+from dcp_jax.plan.memory import CacheBytes, Layout, q_replication_bytes, weight_bytes
 
 LONGEST_CONTEXT = 2**26  # break-even contexts are searched up to here
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from dcp_jax.layers.sizes import Sizes
-from dcp_jax.plan_exchange import exchange_bytes
-from dcp_jax.plan_limits import Deployment, fixes, problems, request_tokens
-from dcp_jax.plan_memory import CacheBytes, Pool, sizes, weight_bytes
-from dcp_jax.plan_workspace import Workspace, workspace
+from dcp_jax.plan.exchange import exchange_bytes
+from dcp_jax.plan.limits import Deployment, fixes, problems, request_tokens
+from dcp_jax.plan.memory import CacheBytes, Pool, sizes, weight_bytes
+from dcp_jax.plan.workspace import Workspace, workspace
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from dcp_jax.plan import Calibration, Check, Comparison, Deployment, LayoutPlan, compare
-from dcp_jax.plan_devices import GB
+from dcp_jax.plan.devices import GB
 
 _TEXT = ("layout", "part", "stage", "exchange", "")  # columns of words
 PLOT_CONTEXTS = tuple(2**i for i in range(13, 21))  # 8k to 1M tokens

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.plan_memory import CacheBytes, Layout
+from dcp_jax.plan.memory import CacheBytes, Layout
 from dcp_jax.policy import PrefillPath
 
 # Local indices of up to this many keys a rank travel as 16 bits (`pallas_kernels.topk`).

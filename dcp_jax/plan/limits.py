@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import pages_needed
-from dcp_jax.plan_devices import DEVICES, GB, Device
-from dcp_jax.plan_exchange import StepShape
-from dcp_jax.plan_memory import (
+from dcp_jax.plan.devices import DEVICES, GB, Device
+from dcp_jax.plan.exchange import StepShape
+from dcp_jax.plan.memory import (
     Layout,
     Pool,
     largest_pool,
@@ -20,7 +20,7 @@ from dcp_jax.plan_memory import (
     pool_of,
     weight_bytes,
 )
-from dcp_jax.plan_workspace import workspace
+from dcp_jax.plan.workspace import workspace
 from dcp_jax.policy import PrefillPath
 
 _KINDS = (

@@ -7,8 +7,8 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import arg
 
-from dcp_jax.cli_engine import EngineArgs
-from dcp_jax.cli_sampling import SamplingArgs
+from dcp_jax.cli.engine import EngineArgs
+from dcp_jax.cli.sampling import SamplingArgs
 
 HELP = "Type a message; /reset starts over, /exit (or the end of the input) leaves."
 
