@@ -92,7 +92,9 @@ class LLM:
             max_running_requests: sequences decoded together.
             chunked_prefill_size: tokens of a prompt per step.
             page_size: rows of a page on each rank.
-            mem_fraction_static: of device memory, for weights and caches.
+            mem_fraction_static: for weights and caches, of the device memory that JAX may use (0.75
+                of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; the command line
+                raises it to 0.95).
             max_total_tokens: size of the pool over all ranks; default: what fits.
             seed: of the seeds of requests that name none.
             params: arrays already in memory, as `weights.load_hf` returns them.

@@ -76,6 +76,17 @@ def test_an_abandoned_stream_gives_its_pages_back(llm):
     assert llm.engine.allocator.available == llm.capacity.pages
 
 
+def test_a_stream_that_holds_the_pages_is_named(llm, monkeypatch):
+    stream = llm.stream(PROMPT, sampled())
+    next(stream)
+    monkeypatch.setattr(llm.engine.allocator, "_free", [])
+    with pytest.raises(ValueError, match=r"needs 1 pages and 0 are free.*streams"):
+        llm.generate(PROMPT, sampled())
+    monkeypatch.undo()
+    stream.close()
+    assert llm.engine.allocator.available == llm.capacity.pages
+
+
 @pytest.fixture(scope="module")
 def ascii_text(llm):
     """A biased draw of printable characters, long enough to stop in."""

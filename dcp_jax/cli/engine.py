@@ -4,6 +4,7 @@ Names are SGLang's; vLLM's and LMDeploy's spellings are aliases of the same opti
 """
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -72,6 +73,9 @@ class EngineArgs:
             raise ValueError(
                 "give the checkpoint directory once: as the first argument or as --model-path."
             )
+        # JAX takes 0.75 of a GPU unless told otherwise before its backend starts; the process is
+        # ours alone here, and mem_fraction_static is a share of what JAX takes.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         from dcp_jax.config import ModelConfig
         from dcp_jax.llm import LLM
         from dcp_jax.prompts import check_fits, token_ids

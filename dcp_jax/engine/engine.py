@@ -63,7 +63,7 @@ class Engine:
         Pages are given back whatever happens: an interrupted or abandoned run leaves the engine
         usable.
         """
-        waiting, running = deque(sequences), []
+        waiting, running, need = deque(sequences), [], 0
         try:
             while waiting or running:
                 if waiting and len(running) < self.max_running_requests:
@@ -75,6 +75,11 @@ class Engine:
                         yield from self._prefill(sequence)
                         yield Progress(generated=1, finished=self._retire(running))
                         continue
+                if not running:
+                    raise ValueError(
+                        f"a request needs {need} pages and {self.allocator.available} are free: "
+                        "finish or close the streams that hold the others."
+                    )
                 generated = len(running)
                 self._decode(running)
                 yield Progress(generated=generated, finished=self._retire(running))
@@ -154,8 +159,8 @@ class Engine:
     def _retire(self, running: list[Sequence]) -> int:
         """Take finished sequences out of `running` and give back their pages; how many."""
         finished = [s for s in running if s.finish_reason is not None]
+        running[:] = [s for s in running if s.finish_reason is None]
         for sequence in finished:
-            running.remove(sequence)
             self._release(sequence)
         return len(finished)
 

@@ -139,7 +139,7 @@ def sample(logits: Float[Array, "B V"], batch: SamplingBatch, opts: SamplerOptio
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     rank = 1 + jnp.sum(logprobs > own[:, None], axis=-1, dtype=jnp.int32)
-    best, ids = jax.lax.top_k(logprobs, opts.top_logprobs)
+    best, ids = jax.lax.top_k(logprobs, min(opts.top_logprobs, logits.shape[-1]))
     return Sampled(tokens, own, rank, ids.astype(jnp.int32), best)
 
 

@@ -8,7 +8,7 @@ from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.engine.text import TextStream
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One continuation of a prompt.
 
