@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up .venv themselves; a second run installs nothing.
 # A Python of your choice: make PYTHON=/path/to/python3.13 demo
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -11,7 +11,10 @@ demo: $(READY)
 	$(BIN)/dcp-jax demo tests/golden/p3_glm_indexshare
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not full_grid"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check

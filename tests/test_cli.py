@@ -54,13 +54,6 @@ def test_explain_prints_tables(run, p3):
         assert text in out
 
 
-def test_demo_agrees_with_the_reference(run, p3):
-    code, out, _ = run("demo", p3, "--dcp-size", "2")
-    assert code == 0
-    assert "All 32 tokens agree: reference, dcp_size=1, dcp_size=2." in out
-    assert "a sequence of 95 tokens over 2 ranks" in out
-
-
 @dataclass(frozen=True)
 class Refusal:
     id: str

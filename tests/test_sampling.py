@@ -27,7 +27,7 @@ def directory(golden, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(directory):
-    return dj.LLM(directory, tp=2, dcp_size=2, dtype="float32", page_size=16)
+    return dj.LLM(directory, dtype="float32", page_size=16)
 
 
 def sampled(**changes):
