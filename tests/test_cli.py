@@ -31,6 +31,7 @@ def run(capsys):
     return call
 
 
+@pytest.mark.slow
 def test_generate_prints_one_result_per_prompt(run, p3):
     flags = ["-tp", "2", "--dcp", "2", "--block-size", "4", "--dtype", "float32"]
     code, out, err = run("generate", p3, *flags, *IDS, "--prompt-ids", "4 5", "--max-tokens", "3")
@@ -72,6 +73,7 @@ def bytes_p3(golden, tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_sampled_text_repeats_by_its_seed(run, bytes_p3):
     args = ["generate", bytes_p3, "--prompt", "hello", "--dtype", "float32", "--max-tokens", "6"]
     first, second = (run(*args, "--seed", "3", "--temperature", "0.9", "--json") for _ in range(2))
@@ -80,6 +82,7 @@ def test_sampled_text_repeats_by_its_seed(run, bytes_p3):
     assert json.loads(first[1])["prompt"] == "hello"
 
 
+@pytest.mark.slow
 def test_a_chat_keeps_the_conversation(run, bytes_p3, monkeypatch):
     typed = iter(["hello", "", "/reset", "again", "x" * 600, "/exit"])
     monkeypatch.setattr("rich.console.Console.input", lambda *_: next(typed))

@@ -139,6 +139,7 @@ def test_explain_equals_the_reference_and_counts_every_rank(llm, p3):
     assert list(llm.explain(ids[:5], layers=[3]).topk_indices) == [3]
 
 
+@pytest.mark.slow
 def test_paths_and_exchanges_of_a_forced_policy(p3):
     """Each path reports its own exchanges, and both select the same."""
     ids, reports = p3.arrays["input_ids"][0, :40].tolist(), {}
@@ -165,6 +166,7 @@ def test_capacity_is_that_of_the_arrays(llm):
         assert capacity.bytes_per_token[name] == local / capacity.tokens
 
 
+@pytest.mark.slow
 def test_arrays_in_memory_and_orbax_directories(llm, p3, tmp_path):
     expected = greedy(llm, PROMPTS[:2], max_tokens=1)
     runner = llm.engine.runner
@@ -177,6 +179,7 @@ def test_arrays_in_memory_and_orbax_directories(llm, p3, tmp_path):
     assert greedy(restored, PROMPTS[:2], max_tokens=1) == expected
 
 
+@pytest.mark.slow
 def test_a_bf16_checkpoint_runs_as_it_is(golden):
     """dtype="auto" computes in bfloat16; a short greedy text is the same for every W."""
     path = golden("p4").path
@@ -187,6 +190,7 @@ def test_a_bf16_checkpoint_runs_as_it_is(golden):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_fp8_cache_generates(p3):
     ranks = dj.LLM(p3.path, tp=2, dcp_size=2, kv_cache_dtype="fp8", page_size=4)
     assert ranks.engine.runner.cache.latent.dtype == np.uint8

@@ -80,7 +80,7 @@ def test_a_stream_that_holds_the_pages_is_named(llm, monkeypatch):
     stream = llm.stream(PROMPT, sampled())
     next(stream)
     monkeypatch.setattr(llm.engine.allocator, "_free", [])
-    with pytest.raises(ValueError, match=r"needs 1 pages and 0 are free.*streams"):
+    with pytest.raises(ValueError, match=r"needs 2 pages and 0 are free.*streams"):
         llm.generate(PROMPT, sampled())
     monkeypatch.undo()
     stream.close()

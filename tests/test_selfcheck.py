@@ -21,6 +21,8 @@ from dcp_jax.selfcheck.mesh import available, exchange_checks, model_checks
 from dcp_jax.selfcheck.ops import attention_checks, merge_checks, topk_checks
 from pallas_kernels import kv_layout, lse_merge, sparse_mla, topk
 
+pytestmark = pytest.mark.slow
+
 
 def lse_of_base_2(patch: pytest.MonkeyPatch):
     def merge(outs, lses):
@@ -209,7 +211,7 @@ def test_too_few_devices_are_said(monkeypatch):
 
 def test_table(monkeypatch, capsys):
     for area in ("ops.merge", "ops.index", "ops.topk", "ops.attention", "layout.format"):
-        monkeypatch.setattr(f"dcp_jax.selfcheck_{area}_checks", list)
+        monkeypatch.setattr(f"dcp_jax.selfcheck.{area}_checks", list)
     skipped = [Outcome("exchange", "W=8 [x]", 0.0, reason="too few", skipped=True)]
     failed = [Outcome("model", "W=8", 1e-3, error=0.5)]
     monkeypatch.setattr("dcp_jax.selfcheck.mesh.exchange_checks", lambda: skipped)

@@ -11,6 +11,8 @@ from dcp_jax.engine.runner import Row, Runner
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import Sequence, cached_rows, deal, open_runner, selected_sets
 
+pytestmark = pytest.mark.slow
+
 MTP_LAYER = 3
 OWNED, GATHERED = PrefillPath.OWNED, PrefillPath.GATHERED
 
