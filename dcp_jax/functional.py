@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dcp_jax.cache import pool
 from dcp_jax.cache.pool import CacheSpec, KVCache
 from dcp_jax.dcp.layout import pages_needed
-from dcp_jax.dcp.step import Batch, StepOptions
+from dcp_jax.dcp.step import INDEX_CACHES, Batch, StepOptions
 from dcp_jax.mesh import DCP
 from dcp_jax.model import Model, StepOutput
 from dcp_jax.weights.hf import flatten, load_hf
@@ -79,6 +79,10 @@ def init_cache(
     Raises:
         ValueError: sizes that no pool can have.
     """
+    if index_cache not in INDEX_CACHES:
+        raise ValueError(
+            f"index_cache={index_cache!r} is not supported: use one of {INDEX_CACHES}."
+        )
     dcp_size = model.mesh.shape[DCP]
     spec = CacheSpec.of(
         model.cfg,

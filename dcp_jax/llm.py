@@ -16,6 +16,7 @@ from dcp_jax.cache.pool import CacheSpec
 from dcp_jax.cache.sizing import Capacity, capacity, size_pool
 from dcp_jax.chat.template import load_chat_template, load_template_tokens, render_chat
 from dcp_jax.config import ModelConfig
+from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import StepOptions
 from dcp_jax.devices import ensure_devices
 from dcp_jax.engine.engine import Engine, Progress
@@ -173,8 +174,10 @@ class LLM:
             mesh,
             max_total_tokens=max_total_tokens,
             mem_fraction_static=mem_fraction_static,
-            most_useful_tokens=max_running_requests
-            * (max_model_len or self.config.max_position_embeddings),
+            most_useful_pages=max_running_requests
+            * pages_needed(
+                max_model_len or self.config.max_position_embeddings, page_size, dcp_size
+            ),
         )
         self.max_model_len = max_model_len or min(self.config.max_position_embeddings, spec.tokens)
         if self.max_model_len > spec.tokens:
@@ -227,7 +230,8 @@ class LLM:
             ValueError: a prompt that is empty, too long, or not of the vocabulary; nothing has run.
         """
         listed = as_list(prompts)
-        groups = self._sequences(listed, sampling_params or self.default_sampling_params())
+        defaults = self.default_sampling_params()
+        groups = self._sequences(listed, defaults if sampling_params is None else sampling_params)
         sequences = [sequence for group in groups for sequence in group]
         with tqdm(total=len(sequences), desc="generate", unit="req", disable=not use_tqdm) as bar:
             done = Progress()
@@ -254,9 +258,13 @@ class LLM:
         Raises:
             ValueError: as `generate`, before the first piece.
         """
-        params = sampling_params or self.default_sampling_params()
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        if params.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs={params.prompt_logprobs} are not streamed: use generate or score."
+            )
         (group,) = self._sequences([prompt], params)
-        return stream_pieces(self.engine, group)
+        return stream_pieces(self.engine, group, self.tokenizer)
 
     def chat(
         self,
@@ -279,6 +287,8 @@ class LLM:
         Raises:
             ValueError: messages that the template refuses, no tokenizer, and as `generate`.
         """
+        if not isinstance(messages, list):
+            raise ValueError(f"messages={messages!r} is no conversation: give a list of messages.")
         several = messages and isinstance(messages[0], list)
         prompts = [
             self.chat_prompt(conversation, tools=tools, **template_options)

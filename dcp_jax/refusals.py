@@ -30,6 +30,7 @@ class Given(NamedTuple):
 
 
 _BY_FLAG = {flag: refusal for refusal in TABLE for flag in refusal.flags}
+_TEXT_FLAGS = ("--prompt", "--prompt-ids", "--message", "--system", "--stop")
 _NEGATIVE_NUMBER = re.compile(r"-\d")
 
 
@@ -120,6 +121,8 @@ def _scan(argv: list[str], known: Collection[str]) -> Iterable[Given]:
         spelt = _spelling(flag)
         refusal, negated = _entry(spelt)
         start, at = at, at + 1
+        if spelt in _TEXT_FLAGS and not equals:
+            at += 1  # what follows is a text, whatever it looks like
         if refusal is None or (spelt in known and not refusal.ours):
             continue
         values = [value] if equals else []

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import dcp_jax as dj
+from dcp_jax.engine.sampling_batch import sampling_of
+from dcp_jax.engine.sequence import Sequence
 
 PROMPT = "Where is the needle?"
 OTHERS = ["x", "a longer prompt than the others", "??", "0123456789", "z" * 20, "ab", "end"]
@@ -199,7 +201,37 @@ def test_chat_renders_the_models_own_format(llm):
         llm.chat([{"role": "wizard", "content": "hi"}])
 
 
+def test_pieces_carry_logprobs_and_prompt_logprobs_are_refused(llm):
+    params = sampled(logprobs=2, max_tokens=5, top_k=2)
+    (out,) = llm.generate(PROMPT, params, use_tqdm=False)
+    streamed = [e for piece in llm.stream(PROMPT, params) for e in piece.logprobs]
+    assert streamed == out.outputs[0].logprobs
+    with pytest.raises(ValueError, match="prompt_logprobs=1 are not streamed"):
+        llm.stream(PROMPT, sampled(prompt_logprobs=1))
+
+
+def test_a_stream_whose_caches_were_lost_ends(llm):
+    stream = llm.stream(PROMPT, sampled())
+    next(stream)
+    llm.engine.runner.caches_lost += 1
+    with pytest.raises(RuntimeError, match="start this one again"):
+        next(stream)
+    assert llm.engine.allocator.available == llm.capacity.pages
+
+
+def test_values_of_other_engines():
+    """vLLM's None for none, a top_k beyond every vocabulary, a temperature that is none."""
+    params = dj.SamplingParams(stop=None, stop_token_ids=None, top_k=2**40, temperature=1e-38)
+    assert (params.stop, params.stop_token_ids) == ((), ())
+    assert sampling_of([Sequence([1], params, limit=1)]) is None
+    hot = dj.SamplingParams(top_k=2**40)
+    assert sampling_of([Sequence([1], hot, limit=1)]).batch.top_k == [2**31 - 1]
+
+
 REFUSED = [
+    ({"stop": 5}, "stop=5"),
+    ({"max_tokens": "5"}, "max_tokens='5'"),
+    ({"logit_bias": [1]}, "logit_bias="),
     ({"n": 0}, "n=0"),
     ({"temperature": -1.0}, "temperature=-1.0"),
     ({"temperature": float("nan")}, "temperature=nan"),

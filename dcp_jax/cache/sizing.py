@@ -52,7 +52,7 @@ def size_pool(
     *,
     max_total_tokens: int | None,
     mem_fraction_static: float,
-    most_useful_tokens: int,
+    most_useful_pages: int,
 ) -> CacheSpec:
     """`spec` with as many pages as asked for, or as fit.
 
@@ -61,20 +61,19 @@ def size_pool(
         mesh: where the pool will live; weights are loaded already.
         max_total_tokens: tokens over all ranks, or None to fill the memory.
         mem_fraction_static: of a device's memory, for weights and pool together.
-        most_useful_tokens: more are never allocated.
+        most_useful_pages: more are never allocated.
 
     Raises:
         ValueError: not even one page fits.
     """
     page = sum(replace(spec, pages=1).rank_bytes().values())
-    useful = pages_needed(most_useful_tokens, spec.page_size, spec.dcp_size)
     if max_total_tokens is not None:
         return replace(spec, pages=pages_needed(max_total_tokens, spec.page_size, spec.dcp_size))
     free = _free_bytes(mesh, mem_fraction_static)
     region = spec.page_size * max(
         spec.layers, spec.index_layers * (spec.dcp_size if spec.index_replicated else 1)
     )
-    pages = min(free // page, useful, MAX_ROWS // region)
+    pages = min(free // page, most_useful_pages, MAX_ROWS // region)
     if pages < 1:
         raise ValueError(
             f"mem_fraction_static={mem_fraction_static} leaves {free} bytes on a device for the "

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -67,21 +67,24 @@ class Generate:
         """Load, generate, print."""
         from dcp_jax.engine.sampling_params import SamplingParams
 
-        given = self.sampling.given() | {"n": self.n, "logprobs": self.logprobs}
-        SamplingParams(**given)  # refused before anything loads
+        self.sampling.check()
+        number: dict[str, Any] = {"n": self.n, "logprobs": self.logprobs}
+        SamplingParams(**number)  # refused before anything loads
         prompts = self.prompts.listed()
         llm = self.engine.load(prompts, generate=1)
+        given = self.sampling.given() | number
         params = dataclasses.replace(llm.default_sampling_params(), **given)
         for output in llm.generate(prompts, params):
             if self.json:
                 print(json.dumps(dataclasses.asdict(output)))
                 continue
             for completion in output.outputs:
-                shown = completion.text or " ".join(map(str, completion.token_ids))
+                ids = " ".join(map(str, completion.token_ids))
+                shown = ids if llm.tokenizer is None else completion.text
                 name = (
                     f"{output.request_id}.{completion.index}" if self.n > 1 else output.request_id
                 )
-                console.print(f"[{name}] {shown}", markup=False, highlight=False)
+                print(f"[{name}] {shown}")
 
 
 @dataclasses.dataclass(frozen=True)

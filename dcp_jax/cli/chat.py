@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from tyro.conf import arg
@@ -10,6 +10,8 @@ from tyro.conf import arg
 from dcp_jax.cli.engine import EngineArgs
 from dcp_jax.cli.sampling import SamplingArgs
 
+# The model's text as it is: no markup, no emoji names, no colours of numbers.
+PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 HELP = "Type a message; /reset starts over, /exit (or the end of the input) leaves."
 
 
@@ -23,14 +25,12 @@ class Chat:
     """A system message that opens the conversation."""
     message: str | None = None
     """Answer this one message and leave."""
-    enable_thinking: bool = False
-    """Let the model reason before it answers."""
+    enable_thinking: bool | None = None
+    """Whether the model reasons before it answers; default: what its chat template does."""
 
     def run(self, console: Console) -> None:
         """Load the model and talk."""
-        from dcp_jax.engine.sampling_params import SamplingParams
-
-        SamplingParams(**self.sampling.given())  # refused before anything loads
+        self.sampling.check()
         llm = self.engine.load([], generate=1, needs_tokenizer=True)
         defaults = dataclasses.replace(llm.default_sampling_params(), max_tokens=None)
         params = dataclasses.replace(defaults, **self.sampling.given())
@@ -51,17 +51,18 @@ class Chat:
                     raise
                 # A message too long for the context ends neither the program nor the conversation.
                 messages.pop()
-                console.print(f"{error}", style="red", markup=False, highlight=False)
+                console.print(f"{error}", style="red", **PLAIN)
                 continue
             messages.append({"role": "assistant", "content": answer})
 
     def _answer(self, llm, messages: list[dict], params, console: Console) -> str:
         """Stream one answer to the terminal; Ctrl-C ends the answer, not the program."""
-        prompt = llm.chat_prompt(messages, enable_thinking=self.enable_thinking)
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        prompt = llm.chat_prompt(messages, **thinking)
         text = ""
         try:
             for piece in llm.stream(prompt, params):
-                console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+                console.print(piece.text, end="", soft_wrap=True, **PLAIN)
                 text += piece.text
         except KeyboardInterrupt:
             if self.message is not None:

@@ -33,7 +33,7 @@ class EngineArgs:
     """How many of them share the tokens of the caches; divides tp."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 computes with highest precision."""
-    kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bf16", "bfloat16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches."""
     dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], aliases("--dcp-comm-backend")] = "auto"
     """Collectives of the merge of partial attention outputs."""

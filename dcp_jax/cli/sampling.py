@@ -36,6 +36,14 @@ class SamplingArgs:
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
 
+    def check(self) -> None:
+        """Refuse what cannot be used, before anything loads."""
+        from dcp_jax.engine.sampling_params import SamplingParams
+
+        # Without a limit: what the checkpoint recommends is not known yet.
+        values: dict[str, Any] = {"max_tokens": None, **self.given()}
+        SamplingParams(**values)
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by SamplingParams' names."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -64,8 +64,14 @@ class Engine:
         usable.
         """
         waiting, running, need = deque(sequences), [], 0
+        lost = self.runner.caches_lost
         try:
             while waiting or running:
+                if self.runner.caches_lost != lost:
+                    raise RuntimeError(
+                        "another call was interrupted inside a step and the caches are lost: start "
+                        "this one again."
+                    )
                 if waiting and len(running) < self.max_running_requests:
                     need = self.pages_for(self._final_length(waiting[0]))
                     if need <= self.allocator.available:

@@ -60,6 +60,7 @@ class StreamOutput:
         index: number among the prompt's continuations.
         finish_reason: set on the last piece of a continuation.
         stop_reason: see `CompletionOutput`.
+        logprobs: of the new ids, if asked for.
     """
 
     text: str
@@ -67,3 +68,4 @@ class StreamOutput:
     index: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None

@@ -24,7 +24,9 @@ def request_output(
     )
 
 
-def stream_pieces(engine: Engine, group: list[Sequence]) -> Iterator[StreamOutput]:
+def stream_pieces(
+    engine: Engine, group: list[Sequence], tokenizer: Tokenizer | None
+) -> Iterator[StreamOutput]:
     """What every step adds to each sequence of one prompt."""
     shown = [(0, 0) for _ in group]
     for _ in engine.run(group):
@@ -40,6 +42,7 @@ def stream_pieces(engine: Engine, group: list[Sequence]) -> Iterator[StreamOutpu
                 index=i,
                 finish_reason=sequence.finish_reason,
                 stop_reason=sequence.stop_reason,
+                logprobs=[_named(entry, tokenizer) for entry in sequence.logprobs[tokens:]] or None,
             )
 
 

@@ -89,6 +89,7 @@ class Runner:
         programs: how many executables were compiled.
         compile_seconds: spent on them.
         reruns: steps that ran again with full-width candidates.
+        caches_lost: how often an interrupted step took the caches with it.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Runner:
         self.cache = init_cache(spec, model.mesh)
         self.compile_seconds = 0.0
         self.reruns = 0
+        self.caches_lost = 0
         self._programs: dict[tuple, _Program] = {}
 
     @property
@@ -186,10 +188,11 @@ class Runner:
         try:
             (output, sampled), self.cache = program.run(self.params, self.cache, inputs)
         except BaseException:
-            # The old caches were given to the step; interrupted here, the new ones are lost. No
-            # running sequence survives its exception, so empty caches serve the next.
+            # The old caches were given to the step; interrupted here, the new ones are lost. The
+            # next calls get empty ones; the engine ends runs that began before.
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
                 self.cache = init_cache(self.spec, self.model.mesh)
+                self.caches_lost += 1
             raise
         return program, output, sampled
 

@@ -6,10 +6,13 @@ import numpy as np
 
 from dcp_jax.engine.buckets import bucket
 from dcp_jax.engine.sampler import SamplerOptions, Sampling, SamplingBatch
+from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.engine.sequence import Sequence
 
 # Histories and edited tokens are padded to few sizes: each is a program.
 _HISTORY, _EDITS = 256, 8
+_ALL = 2**31 - 1  # no vocabulary is larger
+_COLDEST = 1e-5
 
 
 def sampling_of(sequences: Many[Sequence]) -> Sampling | None:
@@ -17,7 +20,7 @@ def sampling_of(sequences: Many[Sequence]) -> Sampling | None:
     params = [s.params for s in sequences]
     edits = [s.edits() for s in sequences]
     opts = SamplerOptions(
-        filters=any(p.temperature > 0 for p in params),
+        filters=any(_heat(p) > 0 for p in params),
         penalties=any(p.penalised for p in params),
         edits=any(edits),
         top_logprobs=max(-1 if p.logprobs is None else p.logprobs for p in params),
@@ -37,8 +40,8 @@ def sampling_of(sequences: Many[Sequence]) -> Sampling | None:
         generated[row, len(sequence.prompt_token_ids) : len(histories[row])] = True
     return Sampling(
         SamplingBatch(
-            temperature=_column(params, "temperature", np.float32),
-            top_k=np.maximum(_column(params, "top_k", np.int32), 0),
+            temperature=np.array([_heat(p) for p in params], np.float32),
+            top_k=np.array([min(max(p.top_k, 0), _ALL) for p in params], np.int32),
             top_p=_column(params, "top_p", np.float32),
             min_p=_column(params, "min_p", np.float32),
             seed=np.array([s.seed for s in sequences], np.uint32),
@@ -53,6 +56,11 @@ def sampling_of(sequences: Many[Sequence]) -> Sampling | None:
         ),
         opts,
     )
+
+
+def _heat(params: SamplingParams) -> float:
+    """The temperature; one that no logit could be divided by is greedy, as in vLLM."""
+    return params.temperature if params.temperature >= _COLDEST else 0.0
 
 
 def _column(params, name: str, dtype) -> np.ndarray:

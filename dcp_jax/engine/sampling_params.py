@@ -60,8 +60,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        # vLLM's None for "none", and one stop string without a list.
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
         problems = list(self._problems())
         if problems:
             raise ValueError(
@@ -116,12 +118,19 @@ class SamplingParams:
         yield from real("repetition_penalty", 0, math.inf, "which divides: give above 0", True)
         yield from whole("max_tokens", 1, None, "which generates nothing: give at least 1", True)
         yield from whole("min_tokens", 0, None, "which is no count: give 0 or more")
-        most = self.max_tokens
-        if most is not None and _is_whole(self.min_tokens) and self.min_tokens > most:
-            yield f"min_tokens={self.min_tokens}, above max_tokens={most}: lower it"
+        least, most = self.min_tokens, self.max_tokens
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            yield f"min_tokens={least}, above max_tokens={most}: lower it"
         for name in ("logprobs", "prompt_logprobs"):
             why = f"which is not reported: give 0 to {MAX_LOGPROBS}"
             yield from whole(name, 0, MAX_LOGPROBS, why, True)
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Sequence):
+                yield f"{name}={getattr(self, name)!r}: give a list"
+                return
+        if not isinstance(self.logit_bias, Mapping | None):
+            yield f"logit_bias={self.logit_bias!r}: give a dict from token ids to values"
+            return
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 yield f"stop={list(self.stop)!r}, where {text!r} ends nothing: give non-empty texts"

@@ -36,14 +36,18 @@ class StopMatcher:
         self.matched: str | None = None
         self._withheld = ""
 
-    def add(self, piece: str) -> str:
-        """The text that is safe to show after `piece`; "" after a match."""
+    def add(self, piece: str, *, may_stop: bool = True) -> str:
+        """The text that is safe to show after `piece`; "" after a match.
+
+        A match that ends in a piece that may not stop does not count; one that only begins there
+        does.
+        """
         if self.matched is not None:
             return ""
         text = self._withheld + piece
         # no match lies in the withheld text alone, so the first found of a string is its earliest
         found = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
-        if found:
+        if found and may_stop:
             end, start, self.matched = min(found)
             self._withheld = ""
             return text[: end if self.include_stop_str_in_output else start]

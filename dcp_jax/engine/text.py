@@ -28,8 +28,7 @@ class TextStream:
 
     def add(self, token: int, *, may_stop: bool = True) -> None:
         """Take a generated token; its text is matched with the stop strings if it `may_stop`."""
-        piece = self._detokenizer.add(token)
-        self.text += self._stop.add(piece) if may_stop else piece
+        self.text += self._stop.add(self._detokenizer.add(token), may_stop=may_stop)
 
     def finish(self) -> None:
         """Take what was withheld: no token follows."""

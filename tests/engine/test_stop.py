@@ -119,3 +119,10 @@ def test_one_string_is_one_stop_string():
 def test_refused(stop):
     with pytest.raises(ValueError, match=r"stop=\[.*end no text: give strings of at least one"):
         StopMatcher(stop)
+
+
+def test_a_stop_string_may_begin_before_stopping_is_allowed():
+    """min_tokens: a match that ends too early does not count, one across the border does."""
+    matcher = StopMatcher(["cde", "ab"])
+    shown = [matcher.add(c, may_stop=i >= 3) for i, c in enumerate("abcdefgh")]
+    assert ("".join(shown), matcher.matched) == ("ab", "cde")
