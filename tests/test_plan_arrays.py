@@ -15,6 +15,10 @@ from dcp_jax.config import ModelConfig
 from dcp_jax.configs import NAMES, named_config
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import collectives, received_by_kind
+from dcp_jax.engine.sampler import sample_step
+from dcp_jax.engine.sampling_batch import sampling_of
+from dcp_jax.engine.sampling_params import SamplingParams
+from dcp_jax.engine.sequence import Sequence
 from dcp_jax.mesh import TP, make_mesh
 from dcp_jax.model import Model
 from dcp_jax.plan import (
@@ -29,7 +33,7 @@ from dcp_jax.plan import (
     workspace,
 )
 from dcp_jax.plan.exchange import MAX_NARROW_KEYS
-from dcp_jax.plan.limits import PREFILL_PATHS
+from dcp_jax.plan.limits import PREFILL_PATHS, Deployment
 from dcp_jax.plan.workspace import BUDGET
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import tiny_config
@@ -221,6 +225,32 @@ def test_exchanges_are_those_of_the_program(case):
     program, mesh = traced(cfg, layout, shape, case.options)
     found = received_by_kind(list(collectives(program.jaxpr, dict(mesh.shape))))
     assert exchange_bytes(cfg, layout, shape) == found
+
+
+@pytest.mark.parametrize(("tp", "dcp_size", "rows"), [(1, 1, 4), (4, 2, 4), (3, 3, 16)])
+def test_drawing_gathers_the_logits_that_plan_counts(tp, dcp_size, rows):
+    """vocab 65 on 3 or 4 ranks is padded; one rank gathers nothing."""
+    cfg, mesh = tiny(vocab_size=65), make_mesh(tp, dcp_size)
+    layout = Layout(tp=tp, dcp_size=dcp_size, page_size=4, weights="float32", kv_dtype="float32")
+    params = SamplingParams(seed=1)
+    batch, opts = sampling_of([Sequence([1], params, limit=1)] * rows)
+    logits = jax.ShapeDtypeStruct((rows, -(-65 // tp) * tp), jnp.float32)
+    step = jax.jit(lambda logits: sample_step(logits, batch, mesh, 65, opts)).trace(logits)
+    found = received_by_kind(list(collectives(step.jaxpr, dict(mesh.shape))))
+    planned = exchange_bytes(cfg, layout, StepShape(rows, 1, 4, sampled=True))
+    assert planned.get("logits", 0) == found.get("logits", 0)
+    assert (tp > 1) == bool(found)
+
+
+def test_planned_steps_are_the_runners_buckets():
+    """66 rows run as 256, a context of 100 tokens with the page table of a short one."""
+    layout = Layout(tp=1, dcp_size=1, page_size=64, weights="float32", kv_dtype="float32")
+    wanted = Deployment(
+        tiny(), layout, None, max_running_requests=66, max_total_tokens=4096, max_model_len=100
+    )
+    shapes = wanted.steps(100)
+    assert (shapes["decode"].rows, shapes["decode"].pages) == (256, 8)
+    assert shapes["prefill, owned"].tokens == 256
 
 
 def traced(cfg: ModelConfig, layout: Layout, shape: StepShape, options: dict[str, Any]):

@@ -17,7 +17,7 @@ from dcp_jax.cache.pool import CacheSpec, init_cache
 from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import Collective, collectives, received_by_kind
-from dcp_jax.engine.buckets import bucket
+from dcp_jax.engine.buckets import page_bucket, row_bucket, token_bucket
 from dcp_jax.engine.sampler import (
     Sampled,
     SamplerOptions,
@@ -73,12 +73,6 @@ class _Inputs(NamedTuple):
 class _Program(NamedTuple):
     run: Any
     traffic: list[Collective]
-
-
-# Buckets: few enough to compile, close enough not to waste much. A short page table costs so little
-# that all contexts below this many tokens share one.
-SHORT_CONTEXT = 512
-_ROWS, _PAGES = 4, 2  # ratio of neighbouring buckets
 
 
 class Runner:
@@ -235,13 +229,12 @@ class Runner:
 
     def _pad(self, rows: Sequence[Row], table_width: int | None, tokens: int | None) -> Batch:
         """Rows as arrays of bucket sizes; padding rows have length 0 and touch nothing."""
-        count = bucket(len(rows), _ROWS)
+        count = row_bucket(len(rows))
         longest = max(len(row.tokens) for row in rows)
         if tokens is None:
-            tokens = 1 if longest == 1 else self._token_bucket(longest)
+            tokens = token_bucket(longest, self.largest_step)
         pages = max(table_width or 0, *(len(row.pages) for row in rows), 1)
-        short = pages_needed(SHORT_CONTEXT, self.spec.page_size, self.dcp_size)
-        width = bucket(pages, _PAGES, min(short, self.spec.pages))
+        width = page_bucket(pages, self.spec.page_size, self.dcp_size, self.spec.pages)
         batch = Batch(
             tokens=np.zeros((count, tokens), np.int32),
             starts=np.zeros(count, np.int32),
@@ -265,11 +258,6 @@ class Runner:
                 f"A row of {tokens} tokens has {len(row.pages)} pages but needs {needed}, of "
                 f"{self.spec.page_size * self.dcp_size} tokens each: allocate them before the step."
             )
-
-    def _token_bucket(self, longest: int) -> int:
-        """Never beyond the largest step that the engine makes: a full chunk is not padded."""
-        fits = bucket(longest, 4, smallest=16) if longest <= 256 else bucket(longest, 2)
-        return fits if self.largest_step is None else max(longest, min(fits, self.largest_step))
 
     def _to_host(self, output, rows, received, reruns) -> StepResult:
         vocab = self.model.cfg.vocab_size

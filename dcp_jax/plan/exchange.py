@@ -11,6 +11,7 @@ per layer (candidates: per full layer):
     index_k      (W-1) B S index_row                         (GATHERED, per full layer)
     tp_sum       2 (N-1)/N n d s, twice per layer and once for the embedding (ring)
     argmax       (N-1) B 8
+    logits       (N-1)/N B V 4                               (when tokens are drawn)
 
 `dcp/traffic.py` reads the same numbers from a traced step, and a test holds them equal.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.plan.memory import CacheBytes, Layout
+from dcp_jax.plan.memory import CacheBytes, Layout, sizes
 from dcp_jax.policy import PrefillPath
 
 # Local indices of up to this many keys a rank travel as 16 bits (`pallas_kernels.topk`).
@@ -83,6 +84,7 @@ class StepShape:
         path: how attention meets the cache; decode is `OWNED`.
         candidates: "pruned" or "full".
         gather_chunk_tokens: keys gathered at a time by `GATHERED`, over all ranks.
+        sampled: the next tokens are drawn, which takes the logits of the whole vocabulary.
     """
 
     rows: int
@@ -91,6 +93,7 @@ class StepShape:
     path: PrefillPath = PrefillPath.OWNED
     candidates: Literal["pruned", "full"] = "pruned"
     gather_chunk_tokens: int = 32768
+    sampled: bool = False
 
 
 def exchange_bytes(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, int]:
@@ -117,6 +120,8 @@ def exchange_bytes(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[s
         one_sum = round(2 * (tp - 1) / tp * n * cfg.hidden_size * layout.activation_bytes)
         found["tp_sum"] = (2 * layers + 1) * one_sum
         found["argmax"] = (tp - 1) * shape.rows * 8
+        if shape.sampled:
+            found["logits"] = (tp - 1) * shape.rows * sizes(cfg, layout).vocab // tp * 4
     return {kind: size for kind, size in found.items() if size}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import pages_needed
+from dcp_jax.engine.buckets import page_bucket, row_bucket, token_bucket
 from dcp_jax.plan.devices import DEVICES, GB, Device
 from dcp_jax.plan.exchange import StepShape
 from dcp_jax.plan.memory import (
@@ -101,13 +102,15 @@ class Deployment:
     def steps(self, context: int) -> dict[str, StepShape]:
         """The largest steps: decode, and a chunk of prefill by each path, at this context.
 
-        Page tables are as wide as the next power of two, like the runner's buckets.
+        Shapes are the runner's buckets; decode draws its tokens from whole logits.
         """
-        layout, rows = self.layout, self.max_running_requests
-        pages = 1 << (pages_needed(context, layout.page_size, layout.dcp_size) - 1).bit_length()
-        shapes = {"decode": StepShape(rows, 1, pages)}
+        layout, size, ranks = self.layout, self.layout.page_size, self.layout.dcp_size
+        pages = page_bucket(pages_needed(context, size, ranks), size, ranks, self.pool.pages)
+        rows = row_bucket(self.max_running_requests)
+        shapes = {"decode": StepShape(rows, 1, pages, sampled=True)}
         for path in PREFILL_PATHS if layout.dcp_size > 1 else PREFILL_PATHS[:1]:
-            chunk, gathered = min(self.chunked_prefill_size, context), self.gather_chunk_tokens
+            longest, gathered = self.chunked_prefill_size, self.gather_chunk_tokens
+            chunk = token_bucket(min(longest, context), longest)
             shapes[f"prefill, {path.value}"] = StepShape(
                 1, chunk, pages, path, gather_chunk_tokens=gathered
             )

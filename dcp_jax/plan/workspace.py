@@ -47,6 +47,8 @@ def workspace(cfg: ModelConfig, layout: Layout, shape: StepShape) -> Workspace:
     stages["feed-forward"] = _feed_forward(cfg, layout, n)
     vocab = sizes(cfg, layout).vocab // layout.tp
     stages["output head"] = {"logits": 2 * shape.rows * vocab * 4}
+    if shape.sampled:  # gathered, edited, scaled, in order, with noise, mass and log-probabilities
+        stages["sampling"] = {"whole logits and their copies": 8 * shape.rows * cfg.vocab_size * 4}
     return Workspace(
         {"residual, norm and output": 3 * n * cfg.hidden_size * layout.activation_bytes},
         {stage: {k: v for k, v in parts.items() if v} for stage, parts in stages.items()},
