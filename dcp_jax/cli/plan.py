@@ -220,6 +220,8 @@ class CheckConfig:
             return
         for table in check_tables(found):
             console.print(table)
+        if weights == "fp8":
+            console.print("Planned with FP8 weights, which the engine does not read yet.")
 
 
 COMMANDS = {"plan": Plan, "check-config": CheckConfig}
