@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
+from dcp_jax.cli.engine import aliases
 from dcp_jax.config import ModelConfig
 from dcp_jax.configs import NAMES, named_config
 from dcp_jax.plan import (
@@ -23,10 +24,6 @@ from dcp_jax.plan import (
 from dcp_jax.plan.devices import GB
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
-
-
-def _aliases(*flags: str):
-    return arg(aliases=flags)
 
 
 def load_config(model: str) -> ModelConfig:
@@ -57,13 +54,13 @@ class Plan:
     """deepseek-v3.2, glm-5 or glm-5.2, or a checkpoint directory."""
     device: str = "H200"
     """H200, MI355X, H100, B200, B300 or MI300X."""
-    tp: Annotated[int, _aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 8
+    tp: Annotated[int, aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 8
     """Devices in all."""
-    context_length: Annotated[int, _aliases("--context", "--max-model-len")] = 131072
+    context_length: Annotated[int, aliases("--context", "--max-model-len")] = 131072
     """Tokens of each request."""
     concurrency: int = 8
     """Requests decoded together whose time per output token is shown."""
-    max_running_requests: Annotated[int, _aliases("--max-num-seqs", "--max-batch-size")] = 512
+    max_running_requests: Annotated[int, aliases("--max-num-seqs", "--max-batch-size")] = 512
     """Requests at capacity, at most."""
     tpot_ms: float | None = None
     """Recommend the best throughput with at most this time per output token."""
@@ -73,16 +70,16 @@ class Plan:
     """Of both caches."""
     index_cache: Literal["sharded", "replicated"] = "sharded"
     """Indexer keys sharded over the ranks, or whole on each of them."""
-    dcp_comm: Annotated[Literal["a2a", "ag_rs"], _aliases("--dcp-comm-backend")] = "a2a"
+    dcp_comm: Annotated[Literal["a2a", "ag_rs"], aliases("--dcp-comm-backend")] = "a2a"
     """Collectives of the merge of partial attention outputs."""
-    replicate_q_proj: Annotated[bool, _aliases("--dcp-replicate-q-proj")] = False
+    replicate_q_proj: Annotated[bool, aliases("--dcp-replicate-q-proj")] = False
     """Each rank projects the queries of its whole group instead of gathering them."""
     with_mtp: bool = False
     """Hold the MTP layer's weights and caches too."""
-    page_size: Annotated[int, _aliases("--block-size")] = 64
+    page_size: Annotated[int, aliases("--block-size")] = 64
     """Rows of a page on each rank."""
     mem_fraction_static: Annotated[
-        float, _aliases("--gpu-memory-utilization", "--cache-max-entry-count")
+        float, aliases("--gpu-memory-utilization", "--cache-max-entry-count")
     ] = 0.9
     """Share of device memory for weights, caches and reserve."""
     reserve_gb: float = RESERVE / GB
@@ -147,37 +144,37 @@ class CheckConfig:
     """deepseek-v3.2, glm-5 or glm-5.2, or a checkpoint directory."""
     device: str | None = None
     """H200, MI355X, H100, B200, B300 or MI300X; without one, give --max-total-tokens."""
-    tp: Annotated[int, _aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 1
+    tp: Annotated[int, aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 1
     """Devices that the weights are spread over, in all."""
-    dcp_size: Annotated[int, _aliases("--decode-context-parallel-size", "--dcp", "-dcp")] = 1
+    dcp_size: Annotated[int, aliases("--decode-context-parallel-size", "--dcp", "-dcp")] = 1
     """How many of them share the tokens of the caches; divides tp."""
-    weights: Annotated[Literal["auto", "fp8", "bfloat16", "float32"], _aliases("--dtype")] = "auto"
+    weights: Annotated[Literal["auto", "fp8", "bfloat16", "float32"], aliases("--dtype")] = "auto"
     """What matrices are held in; auto: as the checkpoint has them."""
     kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches; auto: float32 with float32 weights, else bf16."""
-    dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], _aliases("--dcp-comm-backend")] = "auto"
+    dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], aliases("--dcp-comm-backend")] = "auto"
     """Collectives of the merge of partial attention outputs."""
     index_cache: Literal["sharded", "replicated"] = "sharded"
     """Indexer keys sharded over the ranks, or whole on each of them."""
-    max_model_len: Annotated[int | None, _aliases("--context-length", "--session-len")] = None
+    max_model_len: Annotated[int | None, aliases("--context-length", "--session-len")] = None
     """Tokens of a prompt and its continuation together."""
-    max_running_requests: Annotated[int, _aliases("--max-num-seqs", "--max-batch-size")] = 64
+    max_running_requests: Annotated[int, aliases("--max-num-seqs", "--max-batch-size")] = 64
     """Sequences decoded together."""
     chunked_prefill_size: Annotated[
-        int, _aliases("--max-num-batched-tokens", "--max-prefill-token-num")
+        int, aliases("--max-num-batched-tokens", "--max-prefill-token-num")
     ] = 8192
     """Tokens of a prompt per step."""
-    page_size: Annotated[int, _aliases("--block-size")] = 64
+    page_size: Annotated[int, aliases("--block-size")] = 64
     """Rows of a page on each rank."""
     mem_fraction_static: Annotated[
-        float, _aliases("--gpu-memory-utilization", "--cache-max-entry-count")
+        float, aliases("--gpu-memory-utilization", "--cache-max-entry-count")
     ] = 0.9
     """Share of device memory for weights, caches and reserve; steps have the rest."""
     reserve_gb: float = RESERVE / GB
     """Of it, neither weights nor caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    gather_chunk_tokens: Annotated[int, _aliases("--prefill.gather-chunk-tokens")] = 32768
+    gather_chunk_tokens: Annotated[int, aliases("--prefill.gather-chunk-tokens")] = 32768
     """Keys that a gathered prefill gathers at a time."""
     json: bool = False
     """Print one JSON object instead of tables."""
