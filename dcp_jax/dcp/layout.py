@@ -95,6 +95,17 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def gather_chunks(local: int, rows: int, W: int, tokens: int) -> tuple[int, int]:
+    """How `local` keys a rank, for each of `rows` sequences, are gathered `tokens` at a time.
+
+    Returns (chunks, keys of one rank and sequence in a chunk): balanced, and `chunks * keys` may
+    exceed `local` by less than `chunks`. All W ranks and all sequences share the `tokens`.
+    """
+    fitting = min(max(tokens // (W * rows), 1), local)
+    chunks = max_local_length(local, fitting)
+    return chunks, max_local_length(local, chunks)
+
+
 def layer_row(row: Index, layer: Index, rows_per_layer: int, n_layers: int) -> Index:
     """Row of the flat pool of all layers (`[n_layers * rows_per_layer, ...]`) for a layer's row.
 

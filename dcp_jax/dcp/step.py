@@ -34,7 +34,10 @@ class StepOptions:
         index_cache: index K sharded over the ranks, or whole on each of them.
         candidates: how many candidates a rank sends per query token: "pruned" (the capacity that
             random text all but never exceeds), "full" (`index_topk`, always exact) or a number.
-        gather_chunk_tokens: keys gathered at a time by `GATHERED`, over all ranks.
+        gather_chunk_tokens: keys gathered at a time by the `GATHERED` kinds, over all ranks and
+            rows.
+        with_prefix: rows may have tokens in the cache; False leaves out the gather of them on
+            `MHA_ONE_SHOT`, the only path that asks.
         logits: at which query tokens logits are returned.
         return_hidden: also return the final hidden states (input of the MTP layer).
         explain: also return selections and expert choices.
@@ -48,6 +51,7 @@ class StepOptions:
     index_cache: Literal["sharded", "replicated"] = "sharded"
     candidates: Literal["pruned", "full"] | int = "pruned"
     gather_chunk_tokens: int = 32768
+    with_prefix: bool = True
     logits: Literal["none", "last", "all"] = "none"
     return_hidden: bool = False
     explain: bool = False
