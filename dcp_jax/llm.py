@@ -32,7 +32,7 @@ from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import AXES, DCP, make_mesh, tp_size
 from dcp_jax.model import Model
-from dcp_jax.policy import PrefillPolicy
+from dcp_jax.policy import PrefillPolicy, check_forced
 from dcp_jax.prompts import Prompt, as_list, check_fits, text_of, token_ids
 from dcp_jax.refusals import check_keywords
 from dcp_jax.reports import ExplainReport, PromptLogprobs
@@ -402,4 +402,5 @@ class LLM:
         """Ids of a prompt that leaves room for `generate` tokens."""
         ids = token_ids(prompt, name, self.tokenizer, self.config.vocab_size)
         check_fits(ids, name, self.max_model_len, generate=generate)
+        check_forced(self.engine.policy, len(ids), self.engine.group)
         return ids

@@ -28,7 +28,6 @@ from dcp_jax.layers.sizes import Sizes
 from dcp_jax.layers.vocab import argmax_token, embed, local_logits
 from dcp_jax.mesh import DCP, TP, tp_size
 from dcp_jax.mtp import NextN
-from dcp_jax.policy import PrefillPath
 
 
 class Transformer(nnx.Module):
@@ -57,7 +56,8 @@ class Explanation:
     """What a step selected; arrays per full (MTP included) or sparse layer, by layer number.
 
     Attributes:
-        positions: int32 [W, B, T, K], the positions that each rank attended over, in no order.
+        positions: int32 [W, B, T, K], the positions that each rank attended over, in no order
+            (K is the width of its page table where nothing was selected).
         counts: int32 [W, B, T], how many of them are real.
         experts: int32 [B, T, k].
     """
@@ -196,7 +196,9 @@ class Model:
                     step=step,
                     opts=opts,
                 )
-            record.add(i, selection if cfg.is_full(i) else None, experts)
+            record.add(i, experts)
+            if cfg.is_full(i):
+                record.selections[i] = selection
         hidden = rms_norm(x, module.norm[...], cfg.rms_norm_eps)
         return self._output(module, hidden, batch, record, opts), cache
 
@@ -217,7 +219,8 @@ class Model:
             step=step,
             opts=opts,
         )
-        record.add(cfg.num_hidden_layers, result.selection, result.experts)
+        record.add(cfg.num_hidden_layers, result.experts)
+        record.selections[cfg.num_hidden_layers] = result.selection
         return self._output(module, result.x, batch, record, opts), result.cache
 
     def _output(self, module, hidden, batch, record, opts) -> StepOutput:
@@ -239,35 +242,44 @@ class Model:
 
 
 class _Record:
-    """Collects each layer's selection and experts while the step is traced."""
+    """Collects each layer's selection and experts while the step is traced.
+
+    A full layer of `MHA_ONE_SHOT` selects nothing: it attends to every visible key.
+    """
 
     def __init__(self, step: DcpStep):
         self.step = step
-        self.selections: dict[int, Selection] = {}
+        self.selections: dict[int, Selection | None] = {}
         self.experts: dict[int, Array] = {}
 
-    def add(self, layer: int, selection: Selection | None, experts: Array | None) -> None:
-        if selection is not None:
-            self.selections[layer] = selection
+    def add(self, layer: int, experts: Array | None) -> None:
         if experts is not None:
             self.experts[layer] = experts
 
     def certified(self) -> Bool[Array, " B"]:
         """A row holds if every valid token of it does in every full layer."""
-        rows = [jnp.all(s.certified | ~self.step.valid, axis=1) for s in self.selections.values()]
-        return jnp.all(jnp.stack(rows), axis=0)
+        holds = jnp.ones_like(self.step.valid)
+        for selection in self.selections.values():
+            if selection is not None:
+                holds &= selection.certified
+        return jnp.all(holds | ~self.step.valid, axis=1)
 
     def explanation(self, opts: StepOptions) -> Explanation:
         """This rank's share of every selection, as positions."""
         ranks = jax.lax.axis_size(DCP)
         positions, counts = {}, {}
         for layer, selection in self.selections.items():
-            real = jnp.arange(selection.index.shape[-1]) < selection.counts[..., None]
-            if opts.path is PrefillPath.GATHERED and ranks > 1:
-                place = selection.index
+            if selection is None:
+                keys = self.step.page_table.shape[1] * opts.page_size
+                index, owned = jnp.arange(keys, dtype=jnp.int32), self.step.local_visible
+            else:
+                index, owned = selection.index, selection.counts
+            real = jnp.arange(index.shape[-1]) < owned[..., None]
+            if opts.path.gathers and ranks > 1:
+                place = index
                 real &= layout.owner(place, ranks) == self.step.rank
             else:
-                place = layout.position_of(selection.index, self.step.rank, ranks)
+                place = layout.position_of(index, self.step.rank, ranks)
             positions[layer] = jnp.where(real, place, -1)[None]
             counts[layer] = jnp.sum(real, axis=-1, dtype=jnp.int32)[None]
         return Explanation(positions, counts, self.experts)

@@ -127,8 +127,8 @@ class PrefillPolicy:
             )
         if not _is_number(self.owned_prefill_ratio) or not self.owned_prefill_ratio >= 0:
             raise ValueError(
-                f"owned_prefill_ratio={self.owned_prefill_ratio!r} is not a number of prefix tokens "
-                "per gathered head and new token: give 0 or more."
+                f"owned_prefill_ratio={self.owned_prefill_ratio!r} is not a number of prefix "
+                "tokens per gathered head and new token: give 0 or more."
             )
         if not _is_whole(self.gather_chunk_tokens) or self.gather_chunk_tokens < 1:
             raise ValueError(

@@ -31,7 +31,8 @@ class ExplainReport:
 
     Attributes:
         prefill_paths: the path of each chunk.
-        topk_indices: per full layer, int32 [T, index_topk]: positions, ascending, -1 pads.
+        topk_indices: per full layer, int32 [T, index_topk]: positions, ascending, -1 pads. A chunk
+            of `MHA_ONE_SHOT` attends to every visible position, which is what it lists.
         owned_counts: per full layer, int32 [W, T]: how many of them each rank owns.
         expert_ids: per sparse layer, int32 [T, num_experts_per_tok], ascending.
         bytes_exchanged: bytes that one rank received in all, by kind of exchange.
@@ -51,18 +52,25 @@ class ExplainReport:
         return self.prefill_paths[-1]
 
 
-def selected_positions(positions: np.ndarray, index_topk: int) -> np.ndarray:
-    """The ranks' shares int32 [W, T, K] (-1: none) as one int32 [T, index_topk], ascending."""
+def selected_positions(
+    positions: np.ndarray, index_topk: int, *, dense: bool = False
+) -> np.ndarray:
+    """The ranks' shares int32 [W, T, K] (-1: none) as one int32 [T, index_topk], ascending.
+
+    `dense` attention beyond index_topk (an approximation that was asked for) gives wider rows.
+    """
     ranks, tokens, width = positions.shape
     flat = np.moveaxis(positions, 0, 1).reshape(tokens, ranks * width)
     none = np.iinfo(np.int32).max
     ordered = np.sort(np.where(flat < 0, none, flat), axis=-1)
-    if (ordered[:, index_topk:] != none).any():
+    widest = int((ordered != none).sum(axis=-1).max(initial=0))
+    if widest > index_topk and not dense:
         raise ValueError(
             f"the ranks selected more than index_topk={index_topk} positions together."
         )
-    ordered = ordered[:, :index_topk]
-    missing = index_topk - ordered.shape[1]
+    kept = max(index_topk, widest)
+    ordered = ordered[:, :kept]
+    missing = kept - ordered.shape[1]
     ordered = np.pad(ordered, ((0, 0), (0, missing)), constant_values=none)
     return np.where(ordered == none, -1, ordered).astype(np.int32)
 
@@ -86,8 +94,13 @@ def explain_report(
     return ExplainReport(
         prefill_paths=paths,
         topk_indices={
-            layer: np.concatenate(
-                [selected_positions(p.positions[layer], index_topk) for p in parts]
+            layer: _one_width(
+                [
+                    selected_positions(
+                        part.positions[layer], index_topk, dense=path is PrefillPath.MHA_ONE_SHOT
+                    )
+                    for path, part in zip(paths, parts, strict=True)
+                ]
             )
             for layer in layers
         },
@@ -103,3 +116,10 @@ def explain_report(
         },
         reruns=sum(reruns),
     )
+
+
+def _one_width(parts: list[np.ndarray]) -> np.ndarray:
+    """Rows of all parts, padded to the widest by -1."""
+    width = max(part.shape[1] for part in parts)
+    padded = [np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=-1) for p in parts]
+    return np.concatenate(padded)

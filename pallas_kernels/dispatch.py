@@ -11,7 +11,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 # In the order of preference: what None tries first.
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "cudnn", "xla")
 
 
 def pick(

@@ -83,6 +83,29 @@ def _local_topk_xla(scores, lengths, k):
     return Candidates(keys, index)
 
 
+def join_candidates(
+    first: Candidates, second: Candidates, *, budget: int = BUDGET_BYTES
+) -> Candidates:
+    """The best of two sorted lists, as many as `first` has.
+
+    Every index of `first` must be lower than those of `second` (two chunks of one rank's keys).
+    """
+    rows, kept = first.keys.shape[:-1], first.keys.shape[-1]
+
+    def join(*lists):
+        keys, index = (jnp.concatenate(lists[i::2], axis=-1) for i in (0, 1))
+        # Equal keys stay in the order given, which is that of their index.
+        best, place = lax.top_k(keys, kept)
+        return Candidates(best, jnp.take_along_axis(index, place, axis=-1))
+
+    with jax.named_scope("join_candidates"):
+        flat = tuple(x.reshape(-1, x.shape[-1]) for x in (*first, *second))
+        per_row = (kept + second.keys.shape[-1]) * 24  # both lists, and the sort of (key, place)
+        block = block_size(flat[0].shape[0], per_row, budget)
+        joined = map_blocks(join, flat, axis=0, block=block)
+    return Candidates(*(x.reshape(*rows, kept) for x in joined))
+
+
 def pack_candidates(
     candidates: Candidates, *, wide: bool
 ) -> UInt16[Array, "*rows N"] | UInt32[Array, "*rows N"]:

@@ -95,15 +95,16 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def gather_chunks(local: int, rows: int, W: int, tokens: int) -> tuple[int, int]:
-    """How `local` keys a rank, for each of `rows` sequences, are gathered `tokens` at a time.
+def gather_chunks(pages: int, page_size: int, rows: int, W: int, tokens: int) -> tuple[int, int]:
+    """How the pages of `rows` sequences, `pages` each, are gathered `tokens` at a time.
 
-    Returns (chunks, keys of one rank and sequence in a chunk): balanced, and `chunks * keys` may
-    exceed `local` by less than `chunks`. All W ranks and all sequences share the `tokens`.
+    Returns (chunks, pages of one sequence in a chunk): balanced, and their product may exceed
+    `pages` by less than `chunks`. All W ranks and all sequences share the `tokens`; a chunk holds
+    one page of each sequence at least.
     """
-    fitting = min(max(tokens // (W * rows), 1), local)
-    chunks = max_local_length(local, fitting)
-    return chunks, max_local_length(local, chunks)
+    fitting = min(max(tokens // (page_size * W * rows), 1), pages)
+    chunks = -(-pages // fitting)
+    return chunks, -(-pages // chunks)
 
 
 def layer_row(row: Index, layer: Index, rows_per_layer: int, n_layers: int) -> Index:

@@ -7,13 +7,12 @@ from typing import NamedTuple
 from dcp_jax.cache.allocator import PageAllocator
 from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.engine.logprobs import SCORED_CHUNK, prompt_logprobs, token_logprobs
+from dcp_jax.engine.paths import parallelism, prefill_options
 from dcp_jax.engine.runner import Row, Runner, StepResult
 from dcp_jax.engine.sampler import Sampling
 from dcp_jax.engine.sampling_batch import sampling_of
 from dcp_jax.engine.sequence import Sequence
-from dcp_jax.layers.sizes import Sizes
-from dcp_jax.mesh import tp_size
-from dcp_jax.policy import PrefillPath, PrefillPolicy, choose_path
+from dcp_jax.policy import PrefillPath, PrefillPolicy
 
 
 class Chunk(NamedTuple):
@@ -50,6 +49,7 @@ class Engine:
         self.runner = runner
         self.allocator = PageAllocator(runner.spec.pages)
         self.policy = policy
+        self.group = parallelism(runner.model)
         self.max_running_requests = max_running_requests
         self.chunked_prefill_size = chunked_prefill_size
 
@@ -114,28 +114,15 @@ class Engine:
         size = min(self.chunked_prefill_size, chunk or self.chunked_prefill_size)
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
-            path = self._path(start, len(part))
+            how = prefill_options(self.policy, self.group, [start], [len(part)])
             sampling = last_sampling if start + len(part) == len(tokens) else None
             row = Row(part, start, pages)
-            result = self.runner.step([row], path=path, sampling=sampling, **changes)
-            yield Chunk(start, len(part), path, result)
+            result = self.runner.step([row], sampling=sampling, **how, **changes)
+            yield Chunk(start, len(part), how["path"], result)
 
     def reserve(self, tokens: int) -> list[int]:
         """Pages for a prompt that is only read (score, explain); give them back with `free`."""
         return self.allocator.allocate(self.pages_for(tokens))
-
-    def _path(self, prefix_tokens: int, extend_tokens: int) -> PrefillPath:
-        if self.runner.dcp_size == 1:
-            return PrefillPath.OWNED  # one rank owns every row: both paths are the same program
-        model = self.runner.model
-        tp = tp_size(model.mesh)
-        heads = Sizes.padded(model.cfg, tp).heads * self.runner.dcp_size // tp
-        return choose_path(
-            self.policy,
-            prefix_tokens=prefix_tokens,
-            extend_tokens=extend_tokens,
-            gathered_heads=heads,
-        )
 
     def _prefill(self, sequence: Sequence) -> Iterator[Progress]:
         """Read the prompt and draw the first token with its last chunk."""

@@ -8,7 +8,7 @@ import numpy as np
 from dcp_jax.dcp.layout import padded
 from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
 from dcp_jax.mesh import check_sizes
-from dcp_jax.policy import PrefillPath, PrefillPolicy
+from dcp_jax.policy import PrefillPolicy
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -100,10 +100,10 @@ def option_problems(
         )
     if not isinstance(prefill, PrefillPolicy):
         problems.append(f"prefill_policy={prefill!r} is not a PrefillPolicy: give one")
-    elif dcp_size == 1 and prefill.force is PrefillPath.GATHERED:
+    elif dcp_size == 1 and prefill.force is not None and prefill.force.gathers:
         problems.append(
-            "prefill.force='gathered' has no effect with dcp_size=1, where the one rank owns every "
-            "row: leave it out, or raise dcp_size"
+            f"prefill.force={prefill.force.value!r} has no effect with dcp_size=1, where the one "
+            "rank owns every row: leave it out, or raise dcp_size"
         )
     if not problems and max_model_len and max_total_tokens:
         fits = padded(max_total_tokens, page_size * dcp_size)

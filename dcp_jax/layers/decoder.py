@@ -18,11 +18,11 @@ from dcp_jax.layers.sizes import Sizes
 
 
 class LayerResult(NamedTuple):
-    """Hidden states, caches, the selection for the next layer, experts [B, T, k] if sparse."""
+    """Hidden states, caches, the selection for the next layer, experts of a sparse layer."""
 
     x: Float[Array, "B T d"]
     cache: KVCache
-    selection: Selection
+    selection: Selection | None
     experts: Int[Array, "B T k"] | None
 
 

@@ -7,7 +7,7 @@ descending, then position ascending), the same set on every rank and for every d
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from dcp_jax.config import ModelConfig
 from dcp_jax.dcp import layout
 from dcp_jax.dcp.collectives import axis_size, gather_candidates, gather_keys
 from dcp_jax.dcp.step import DcpStep, StepOptions
+from dcp_jax.layers.gathered import chunks_of, fold_chunks, gather_chunk
 from dcp_jax.layers.linear import einsum, linear, linear32
 from dcp_jax.layers.norms import layer_norm
 from dcp_jax.layers.param import param
@@ -27,15 +28,20 @@ from dcp_jax.mesh import DCP
 from dcp_jax.policy import PrefillPath
 from pallas_kernels import kv_layout
 from pallas_kernels.indexer import index_topk
-from pallas_kernels.topk import MAX_NARROW_KEYS, merge_candidates
+from pallas_kernels.topk import (
+    MAX_NARROW_KEYS,
+    Candidates,
+    join_candidates,
+    merge_candidates,
+)
 
 
 class Selection(NamedTuple):
     """What a full layer selected, and the shared layers after it reuse.
 
-    On the `OWNED` path the entries are this rank's share, `index` being local indices; on
-    `GATHERED` they are the whole selection, `index` being positions. Only the first `counts`
-    entries of a row mean anything.
+    On the `OWNED` path the entries are this rank's share, `index` being local indices; on the
+    `GATHERED` kinds they are the whole selection, `index` being positions in ascending order. Only
+    the first `counts` entries of a row mean anything. `MHA_ONE_SHOT` has no selection.
 
     Attributes:
         index: int32 [B, T, K].
@@ -96,7 +102,36 @@ class Indexer(nnx.Module):
         return kv_layout.hadamard(x) if rotate else x
 
 
-def index_and_select(
+def write_keys(
+    indexer: Indexer,
+    x: Float[Array, "B T d"],
+    cache: KVCache,
+    ordinal: int,
+    *,
+    rope: tuple,
+    spec: CacheSpec,
+    step: DcpStep,
+    opts: StepOptions,
+) -> KVCache:
+    """Write this step's index keys to region `ordinal` of the index cache.
+
+    Args:
+        indexer: weights of the layer.
+        x: input of the attention (after input_layernorm).
+        cache: both caches.
+        ordinal: which of the layers with an index cache this is.
+        rope: cos and sin of the step's positions.
+        spec: sizes of the caches.
+        step: this rank's indices.
+        opts: static options.
+    """
+    keys, scale = indexer.keys(x, rope, spec.fp8, _rotate(spec, opts))
+    rows = step.index_write_rows if spec.index_replicated else step.write_rows
+    flat = layout.layer_row(rows, ordinal, spec.index_rows, spec.index_layers)
+    return write_index(cache, flat, keys, scale)
+
+
+def select(
     indexer: Indexer,
     x: Float[Array, "B T d"],
     q_latent: Float[Array, "B T Q"],
@@ -108,14 +143,14 @@ def index_and_select(
     spec: CacheSpec,
     step: DcpStep,
     opts: StepOptions,
-) -> tuple[Selection, KVCache]:
-    """Write this step's index keys, then select for its queries.
+) -> Selection:
+    """The best `index_topk_size` visible keys of each query, by the path of the step.
 
     Args:
         indexer: weights of the layer.
         x: input of the attention (after input_layernorm).
         q_latent: normalised query latent.
-        cache: caches; `ordinal` counts the layers with an index cache.
+        cache: caches that hold this step's keys already.
         ordinal: which region of the index cache is this layer's.
         rope: cos and sin of the step's positions.
         index_topk_size: K.
@@ -123,21 +158,21 @@ def index_and_select(
         step: this rank's indices.
         opts: static options.
     """
-    rotate = spec.fp8 if opts.index_hadamard is None else opts.index_hadamard
-    keys, scale = indexer.keys(x, rope, spec.fp8, rotate)
-    rows = step.index_write_rows if spec.index_replicated else step.write_rows
-    flat = layout.layer_row(rows, ordinal, spec.index_rows, spec.index_layers)
-    cache = write_index(cache, flat, keys, scale)
-    queries = indexer.queries(q_latent, x, rope, spec.fp8, rotate)
+    queries = indexer.queries(q_latent, x, rope, spec.fp8, _rotate(spec, opts))
     # A selection is a set of integers: the step's derivative takes it as it is (the indexer has a
     # training objective of its own).
     queries, cache = jax.lax.stop_gradient(queries), _detach_index(cache)
     base = ordinal * spec.index_rows
-    if opts.path is PrefillPath.GATHERED and axis_size(DCP) > 1:
-        return _select_gathered(queries, cache, base, index_topk_size, spec, step, opts), cache
-    if spec.index_replicated and axis_size(DCP) > 1:
-        return _select_from_replica(queries, cache, base, index_topk_size, spec, step, opts), cache
-    return _select_owned(queries, cache, base, index_topk_size, spec, step, opts), cache
+    several = axis_size(DCP) > 1
+    if opts.path.gathers and several:
+        return _select_gathered(queries, cache, base, index_topk_size, spec, step, opts)
+    if spec.index_replicated and several:
+        return _select_from_replica(queries, cache, base, index_topk_size, spec, step, opts)
+    return _select_owned(queries, cache, base, index_topk_size, spec, step, opts)
+
+
+def _rotate(spec: CacheSpec, opts: StepOptions) -> bool:
+    return spec.fp8 if opts.index_hadamard is None else opts.index_hadamard
 
 
 def _detach_index(cache: KVCache) -> KVCache:
@@ -171,7 +206,7 @@ def _select_owned(queries, cache, base, k, spec, step, opts) -> Selection:
 
 def _select_from_replica(queries, cache, base, k, spec, step, opts) -> Selection:
     """Global top-k from this rank's copy of every key; keep the owned part. No exchange."""
-    chosen = _topk_of_replica(queries, cache, base, k, spec, step, opts)
+    chosen = _topk_of_replica(queries, step.visible, cache, base, k, spec, step, opts)
     ranks = axis_size(DCP)
     width = chosen.shape[-1]
     selected = jnp.arange(width) < jnp.minimum(step.visible, k)[..., None]
@@ -184,29 +219,15 @@ def _select_from_replica(queries, cache, base, k, spec, step, opts) -> Selection
 
 
 def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
-    """Every rank selects from the gathered index keys of the batch, as one rank would."""
-    if spec.index_replicated:
-        index = _topk_of_replica(queries, cache, base, k, spec, step, opts)
-    else:
-        batch = step.page_table.shape[0]
-        rows = base + pool_rows_in_order(step.page_table, spec.page_size)
-        keys = gather_keys(cache.index_k[rows], "index_k")
-        scale = (
-            None if cache.index_scale is None else gather_keys(cache.index_scale[rows], "index_k")
-        )
-        # Pages as one rank would have them, so that keys are scored in chunks of pages.
-        page, pages = spec.page_size * axis_size(DCP), step.page_table.shape[1]
-        index = index_topk(
-            queries.q,
-            queries.weights,
-            keys.reshape(-1, keys.shape[-1]),
-            None if scale is None else scale.reshape(-1),
-            jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages),
-            step.visible,
-            k=min(k, keys.shape[1]),
-            page_size=page,
-            implementation=opts.kernels,
-        ).index
+    """The whole selection on every rank: of every query, or of 1/W of them and then exchanged."""
+    tokens, visible = step.visible.shape[1], step.visible
+    split = opts.path is PrefillPath.GATHERED_SPLIT_INDEXER
+    if split:
+        queries, visible = (_own_queries(x, step.rank) for x in (queries, visible))
+    best = _topk_of_replica if spec.index_replicated else _topk_of_chunks
+    index = best(queries, visible, cache, base, k, spec, step, opts)
+    if split:
+        index = gather_keys(index, "topk")[:, :tokens]
     counts = jnp.minimum(step.visible, k)
     # Ascending positions let a chunk of keys find its part of a row by two counts.
     entry = jnp.arange(index.shape[-1])
@@ -214,7 +235,49 @@ def _select_gathered(queries, cache, base, k, spec, step, opts) -> Selection:
     return Selection(index, None, counts, jnp.ones_like(step.valid))
 
 
-def _topk_of_replica(queries, cache, base, k, spec, step, opts) -> Int[Array, "B T K"]:
+def _own_queries(leaves: Any, rank: Int[Array, ""]) -> Any:
+    """Tokens rank, rank + W, ... of each [B, T, ...]: every rank gets long and short rows alike."""
+    ranks = axis_size(DCP)
+
+    def own(x):
+        padding = layout.padded(x.shape[1], ranks) - x.shape[1]
+        x = jnp.pad(x, ((0, 0), (0, padding), *(((0, 0),) * (x.ndim - 2))))
+        x = x.reshape(x.shape[0], -1, ranks, *x.shape[2:])
+        return jax.lax.dynamic_index_in_dim(x, rank, axis=2, keepdims=False)
+
+    return jax.tree.map(own, leaves)
+
+
+def _topk_of_chunks(queries, visible, cache, base, k, spec, step, opts) -> Int[Array, "B T K"]:
+    """Global top-k from index keys gathered chunk by chunk: the best so far joined with each."""
+    chunks = chunks_of(step, spec.page_size, opts.gather_chunk_tokens)
+    batch, width = step.page_table.shape[0], chunks.width
+    k = min(k, chunks.count * width)
+    # The gathered keys in pages of their own, so that they are scored in blocks of pages.
+    pages = jnp.arange(batch * chunks.pages, dtype=jnp.int32).reshape(batch, -1)
+
+    def best_of(number) -> Candidates:
+        keys, scale = gather_chunk(
+            (cache.index_k, cache.index_scale), base, chunks, number, "index_k"
+        )
+        start = number * width
+        found = index_topk(
+            queries.q,
+            queries.weights,
+            keys,
+            scale,
+            pages,
+            jnp.clip(visible - start, 0, width),
+            k=k,
+            page_size=width // chunks.pages,
+            implementation=opts.kernels,
+        )
+        return Candidates(found.keys, found.index + start)
+
+    return fold_chunks(chunks, best_of, join_candidates).index
+
+
+def _topk_of_replica(queries, visible, cache, base, k, spec, step, opts) -> Int[Array, "B T K"]:
     keys_here = step.page_table.shape[1] * spec.index_page_size
     return index_topk(
         queries.q,
@@ -222,7 +285,7 @@ def _topk_of_replica(queries, cache, base, k, spec, step, opts) -> Int[Array, "B
         cache.index_k,
         cache.index_scale,
         step.page_table,
-        step.visible,
+        visible,
         k=min(k, keys_here),
         page_size=spec.index_page_size,
         base_row=base,
@@ -236,10 +299,3 @@ def _pool_rows(page_table: Array, index: Array, page_size: int) -> Int[Array, "B
         page_table, index // page_size
     )
     return layout.pool_row(pages, index, page_size)
-
-
-def pool_rows_in_order(page_table: Int[Array, "B P"], page_size: int) -> Int[Array, "B S"]:
-    """Pool rows of a row's local keys 0, 1, 2, ...; no page reads page 0 (never selected)."""
-    offsets = jnp.arange(page_size, dtype=jnp.int32)
-    rows = jnp.maximum(page_table, 0)[..., None] * page_size + offsets
-    return rows.reshape(page_table.shape[0], -1)

@@ -1,0 +1,28 @@
+"""Which program a prefill step takes: the policy, asked with what the engine knows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dcp_jax.layers.sizes import Sizes
+from dcp_jax.mesh import DCP, tp_size
+from dcp_jax.model import Model
+from dcp_jax.policy import Parallelism, PrefillBatch, PrefillPolicy, choose_path
+
+
+def parallelism(model: Model) -> Parallelism:
+    """What the policy needs to know of `model` and its mesh."""
+    tp, dcp_size = tp_size(model.mesh), model.mesh.shape[DCP]
+    heads = Sizes.padded(model.cfg, tp).heads * dcp_size // tp
+    return Parallelism(dcp_size, heads, model.cfg.index_topk)
+
+
+def prefill_options(
+    policy: PrefillPolicy, group: Parallelism, prefixes: Sequence[int], extends: Sequence[int]
+) -> dict[str, Any]:
+    """Fields of `StepOptions` for rows with `prefixes` cached and `extends` new tokens each.
+
+    Raises:
+        ValueError: the forced path is not eligible.
+    """
+    path = choose_path(policy, PrefillBatch(tuple(prefixes), tuple(extends)), group)
+    return {"path": path, "with_prefix": any(prefixes)}
