@@ -33,6 +33,7 @@ def attend_owned(
     3. LSE merge, scattering heads    n*H*(C*itemsize + 4)
     """
     del step
+    assert selection.rows is not None, "a selection of the OWNED path has rows"
     rank_dim = spec.kv_lora_rank
     everyone = gather_heads(q)
     out, lse = sparse_mla(

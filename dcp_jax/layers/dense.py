@@ -15,6 +15,7 @@ from dcp_jax.layers.gathered import Chunks, gather_chunk
 from dcp_jax.layers.linear import einsum
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.kv_layout import dequantize, quantize_latent
+from pallas_kernels.sparse_mla import LatentPool
 
 
 def attend_dense(
@@ -39,19 +40,19 @@ def attend_dense(
     """
     if opts.with_prefix:
         every = Chunks(step.page_table, 1, step.page_table.shape[1], spec.page_size)
-        pool = gather_chunk(tuple(cache.latent_pool), base, every, 0, "latent")
-        latent, scales, k_pe = (
-            None if leaf is None else leaf.reshape(q.shape[0], -1, leaf.shape[-1]) for leaf in pool
-        )
+        flat = LatentPool(*gather_chunk(tuple(cache.latent_pool), base, every, 0, "latent"))
+        keys = (q.shape[0], every.width, -1)
+        kv_c, k_pe = _as_floats(flat, q.dtype)
+        kv_c, k_pe = kv_c.reshape(keys), k_pe.reshape(keys)
     else:
-        pool = cache.latent_pool
         latent, scales = quantize_latent(kv_c) if spec.fp8 else (kv_c, None)
-        latent, k_pe = latent.astype(pool.latent.dtype), k_pe.astype(pool.k_pe.dtype)
-    kv_c = latent.astype(q.dtype) if scales is None else dequantize(latent, scales, q.dtype)
+        pool = cache.latent_pool
+        stored = LatentPool(latent.astype(pool.latent.dtype), scales, k_pe.astype(pool.k_pe.dtype))
+        kv_c, k_pe = _as_floats(stored, q.dtype)
     # Rows that were never written may hold anything; a weight of zero would not remove NaN.
     longest = jnp.max(step.visible, axis=1)[:, None, None]
     written = jnp.arange(kv_c.shape[1])[:, None] < longest
-    kv_c, k_pe = (jnp.where(written, rows, 0).astype(q.dtype) for rows in (kv_c, k_pe))
+    kv_c, k_pe = (jnp.where(written, rows, 0) for rows in (kv_c, k_pe))
     k_nope = einsum("bsc,hnc->bshn", kv_c, w_uk)
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:-1], k_pe.shape[-1]))
     return dense_attention(
@@ -62,3 +63,10 @@ def attend_dense(
         scale=scale,
         implementation=opts.kernels,
     )
+
+
+def _as_floats(rows: LatentPool, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Stored latents and rotary keys as the products take them."""
+    if rows.scale is None:
+        return rows.latent.astype(dtype), rows.k_pe.astype(dtype)
+    return dequantize(rows.latent, rows.scale, dtype), rows.k_pe.astype(dtype)
