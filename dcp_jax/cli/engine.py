@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import EnumChoicesFromValues, Positional, arg
 
 from dcp_jax.policy import PrefillPolicy
 
@@ -57,7 +57,7 @@ class EngineArgs:
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    prefill: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
+    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(default_factory=PrefillPolicy)
     """Thresholds of the prefill paths."""
 
     def load(self, prompts: list, *, generate: int, needs_tokenizer: bool = False):
