@@ -1,13 +1,14 @@
 """Commands that need no checkpoint and start no backend: `dcp-jax plan` and `check-config`."""
 
 import dataclasses
+import enum
 import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rich.console import Console
-from tyro.conf import Positional
+from tyro.conf import EnumChoicesFromValues, Positional
 
 from dcp_jax.cli.engine import aliases
 from dcp_jax.config import ModelConfig
@@ -22,6 +23,7 @@ from dcp_jax.plan import (
     device,
 )
 from dcp_jax.plan.devices import GB
+from dcp_jax.policy import PrefillPolicy
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
 
@@ -34,13 +36,15 @@ def load_config(model: str) -> ModelConfig:
 
 
 def _print_json(value: Any) -> None:
-    """A dataclass as JSON; infinity, which JSON lacks, as null."""
+    """A dataclass as JSON; infinity, which JSON lacks, as null, and an enum as its value."""
 
     def finite(item: Any) -> Any:
         if isinstance(item, dict):
             return {key: finite(inner) for key, inner in item.items()}
         if isinstance(item, list | tuple):
             return [finite(inner) for inner in item]
+        if isinstance(item, enum.Enum):
+            return item.value
         return None if isinstance(item, float) and math.isinf(item) else item
 
     print(json.dumps(finite(dataclasses.asdict(value))))
@@ -174,8 +178,10 @@ class CheckConfig:
     """Of it, neither weights nor caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    gather_chunk_tokens: Annotated[int, aliases("--prefill.gather-chunk-tokens")] = 32768
-    """Keys that a gathered prefill gathers at a time."""
+    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(
+        default_factory=PrefillPolicy
+    )
+    """Thresholds of the prefill paths."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -208,7 +214,7 @@ class CheckConfig:
                 max_model_len=self.max_model_len,
                 max_running_requests=self.max_running_requests,
                 chunked_prefill_size=self.chunked_prefill_size,
-                gather_chunk_tokens=self.gather_chunk_tokens,
+                prefill=self.prefill,
                 max_total_tokens=self.max_total_tokens,
             )
         )

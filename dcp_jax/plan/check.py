@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dcp_jax.layers.sizes import Sizes
-from dcp_jax.plan.exchange import exchange_bytes
+from dcp_jax.plan.exchange import StepShape, exchange_bytes
 from dcp_jax.plan.limits import Deployment, fixes, problems, request_tokens
 from dcp_jax.plan.memory import CacheBytes, Pool, sizes, weight_bytes
 from dcp_jax.plan.workspace import Workspace, workspace
@@ -23,7 +23,8 @@ class Check:
         cache_bytes: per token and layer, over all layers, and per token of the pool and rank.
         weights: by group.
         decode_workspace: of the largest decode step.
-        peaks: of each kind of step.
+        steps: the largest of each kind: decode, and prefill by each path that can occur.
+        peaks: of them.
         exchanged: kind of step -> bytes received by kind of exchange.
     """
 
@@ -36,6 +37,7 @@ class Check:
     cache_bytes: CacheBytes
     weights: dict[str, int]
     decode_workspace: Workspace
+    steps: dict[str, StepShape]
     peaks: dict[str, int]
     exchanged: dict[str, dict[str, int]]
 
@@ -71,6 +73,7 @@ def check(wanted: Deployment) -> Check:
         cache_bytes=CacheBytes.of(cfg, layout),
         weights=weight_bytes(cfg, layout),
         decode_workspace=spaces["decode"],
+        steps=shapes,
         peaks={name: space.peak for name, space in spaces.items()},
         exchanged={name: exchange_bytes(cfg, layout, shape) for name, shape in shapes.items()},
     )

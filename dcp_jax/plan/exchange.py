@@ -1,14 +1,16 @@
 """Bytes that one rank receives in a step, by kind: the formulas of `dcp/collectives.py`.
 
 With n query tokens, h = heads/N of a rank's own, W ranks, C candidates and s bytes an activation,
-per layer (candidates: per full layer):
+S local keys a row (whole pages and chunks), per layer (candidates: per full layer):
 
     q            (W-1) n h (kv_lora_rank + rope) s
     candidates   (W-1) n C (6, or 8 beyond 65,536 keys a rank)
     merge, a2a   (W-1) n h (kv_lora_rank s + 4)
     merge, ag_rs (W-1) n h (kv_lora_rank 4 + 4 W)
-    latent       (W-1) chunks B S_chunk latent_row           (GATHERED instead of q and merge)
-    index_k      (W-1) B S index_row                         (GATHERED, per full layer)
+    latent       (W-1) B S latent_row                        (instead of q and merge: `GATHERED`
+                                                             kinds, `MHA_ONE_SHOT` with a prefix)
+    index_k      (W-1) B S index_row                         (`GATHERED` kinds, per full layer)
+    topk         (W-1) B ceil(T/W) K 4                       (split indexer, per full layer)
     tp_sum       2 (N-1)/N n d s, twice per layer and once for the embedding (ring)
     argmax       (N-1) B 8
     logits       (N-1)/N B V 4                               (when tokens are drawn)
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcp_jax.config import ModelConfig
+from dcp_jax.dcp.layout import gather_chunks
 from dcp_jax.plan.memory import CacheBytes, Layout, sizes
 from dcp_jax.policy import PrefillPath
 
@@ -83,7 +86,8 @@ class StepShape:
         pages: entries of a row's page table.
         path: how attention meets the cache; decode is `OWNED`.
         candidates: "pruned" or "full".
-        gather_chunk_tokens: keys gathered at a time by `GATHERED`, over all ranks.
+        gather_chunk_tokens: keys gathered at a time by the `GATHERED` kinds, over ranks and rows.
+        with_prefix: rows may have cached tokens: `MHA_ONE_SHOT` gathers the whole table then.
         sampled: the next tokens are drawn, which takes the logits of the whole vocabulary.
     """
 
@@ -93,36 +97,62 @@ class StepShape:
     path: PrefillPath = PrefillPath.OWNED
     candidates: Literal["pruned", "full"] = "pruned"
     gather_chunk_tokens: int = 32768
+    with_prefix: bool = True
     sampled: bool = False
+
+    def chunks(self, layout: Layout) -> tuple[int, int]:
+        """How a `GATHERED` kind cuts the keys: (chunks, local keys of a row in each)."""
+        size = layout.page_size
+        count, pages = gather_chunks(
+            self.pages, size, self.rows, layout.dcp_size, self.gather_chunk_tokens
+        )
+        return count, pages * size
+
+    def selected(self, cfg: ModelConfig, layout: Layout) -> int:
+        """Entries that a `GATHERED` kind has of each query's selection."""
+        chunks, width = self.chunks(layout)
+        local = self.pages * layout.page_size if layout.index_replicated else chunks * width
+        return min(cfg.index_topk, local * layout.dcp_size)
 
 
 def exchange_bytes(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, int]:
     """Bytes that one rank receives in a step of the main model, by kind; absent kinds are 0."""
-    ranks, tp, n = layout.dcp_size, layout.tp, shape.rows * shape.tokens
-    layers, full = cfg.num_hidden_layers, len(cfg.full_layers)
-    found: dict[str, int] = {}
-    if ranks > 1 and shape.path is PrefillPath.GATHERED:
-        cache = CacheBytes.of(cfg, layout)
-        local = shape.pages * layout.page_size
-        chunk = min(max(shape.gather_chunk_tokens // ranks, 1), local)
-        keys = -(-local // chunk) * chunk
-        found["latent"] = layers * (ranks - 1) * shape.rows * keys * cache.latent_row
-        if not layout.index_replicated:
-            found["index_k"] = full * (ranks - 1) * shape.rows * local * cache.index_row
-    elif ranks > 1:
-        keys = shape.pages * layout.page_size
-        pairs = min(candidates(cfg.index_topk, ranks, shape.candidates == "pruned"), keys)
-        each = layer_exchange(cfg, layout, n, pairs=pairs, bytes_per_pair=pair_bytes(keys))
-        found["q"] = layers * each.q
-        found["candidates"] = full * each.candidates
-        found["merge"] = layers * each.merge
+    tp, n = layout.tp, shape.rows * shape.tokens
+    found = _dcp_bytes(cfg, layout, shape) if layout.dcp_size > 1 else {}
     if tp > 1:
         one_sum = round(2 * (tp - 1) / tp * n * cfg.hidden_size * layout.activation_bytes)
-        found["tp_sum"] = (2 * layers + 1) * one_sum
+        found["tp_sum"] = (2 * cfg.num_hidden_layers + 1) * one_sum
         found["argmax"] = (tp - 1) * shape.rows * 8
         if shape.sampled:
             found["logits"] = (tp - 1) * shape.rows * sizes(cfg, layout).vocab // tp * 4
     return {kind: size for kind, size in found.items() if size}
+
+
+def _dcp_bytes(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, int]:
+    """What the ranks of a DCP group receive from each other, by the path of the step."""
+    others, layers, full = layout.dcp_size - 1, cfg.num_hidden_layers, len(cfg.full_layers)
+    cache, local = CacheBytes.of(cfg, layout), shape.pages * layout.page_size
+    if shape.path is PrefillPath.MHA_ONE_SHOT:
+        keys = shape.rows * local if shape.with_prefix else 0
+        return {"latent": layers * others * keys * cache.latent_row}
+    if shape.path.gathers:
+        chunks, width = shape.chunks(layout)
+        keys = shape.rows * chunks * width
+        found = {"latent": layers * others * keys * cache.latent_row}
+        if not layout.index_replicated:
+            found["index_k"] = full * others * keys * cache.index_row
+        if shape.path is PrefillPath.GATHERED_SPLIT_INDEXER:
+            scored = shape.rows * -(-shape.tokens // layout.dcp_size)
+            found["topk"] = full * others * scored * shape.selected(cfg, layout) * 4
+        return found
+    pairs = min(candidates(cfg.index_topk, layout.dcp_size, shape.candidates == "pruned"), local)
+    tokens = shape.rows * shape.tokens
+    each = layer_exchange(cfg, layout, tokens, pairs=pairs, bytes_per_pair=pair_bytes(local))
+    return {
+        "q": layers * each.q,
+        "candidates": full * each.candidates,
+        "merge": layers * each.merge,
+    }
 
 
 def collectives_per_step(cfg: ModelConfig, layout: Layout) -> int:

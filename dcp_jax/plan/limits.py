@@ -6,7 +6,7 @@ rest = (1 - mem_fraction_static) * memory                    for the workspace o
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import pages_needed
@@ -21,13 +21,14 @@ from dcp_jax.plan.memory import (
     pool_of,
     weight_bytes,
 )
+from dcp_jax.plan.prefill import group_of, largest_prefills
 from dcp_jax.plan.workspace import workspace
-from dcp_jax.policy import PrefillPath
+from dcp_jax.policy import PrefillPath, PrefillPolicy, ineligible
 
 _KINDS = (
-    *("size", "attention_dp", "trained", "weights", "rows", "pool", "page", "request", "step"),
+    *("size", "attention_dp", "path", "trained", "weights", "rows", "pool", "page", "request"),
+    "step",
 )
-PREFILL_PATHS = (PrefillPath.OWNED, PrefillPath.GATHERED)  # whose workspace is modelled
 RESERVE = 6 * GB  # graphs, communication buffers, the runtime
 
 
@@ -45,7 +46,7 @@ class Deployment:
         max_model_len: tokens of a request; None: what the model allows and the pool holds.
         max_running_requests: decoded together.
         chunked_prefill_size: tokens of a prompt per step.
-        gather_chunk_tokens: keys that a `GATHERED` prefill gathers at a time.
+        prefill: which path a prefill step takes, and how much it gathers at a time.
         max_total_tokens: size of the pool over all ranks; None: what fits.
     """
 
@@ -57,12 +58,12 @@ class Deployment:
     max_model_len: int | None = None
     max_running_requests: int = 64
     chunked_prefill_size: int = 8192
-    gather_chunk_tokens: int = 32768
+    prefill: PrefillPolicy = field(default_factory=PrefillPolicy)
     max_total_tokens: int | None = None
 
     def __post_init__(self) -> None:
         optional = ("max_model_len", "max_total_tokens")
-        counts = ("max_running_requests", "chunked_prefill_size", "gather_chunk_tokens")
+        counts = ("max_running_requests", "chunked_prefill_size")
         problems = [
             f"{name}={value!r} is not a count: give a whole number of at least 1"
             for name in (*optional, *counts)
@@ -100,21 +101,30 @@ class Deployment:
         return largest_pool(self.cfg, self.layout, self.pool_budget)
 
     def steps(self, context: int) -> dict[str, StepShape]:
-        """The largest steps: decode, and a chunk of prefill by each path, at this context.
+        """The largest steps: decode, and one of each path that a prefill can take, at this context.
 
         Shapes are the runner's buckets; decode draws its tokens from whole logits.
         """
-        layout, size, ranks = self.layout, self.layout.page_size, self.layout.dcp_size
-        pages = page_bucket(pages_needed(context, size, ranks), size, ranks, self.pool.pages)
         rows = row_bucket(self.max_running_requests)
-        shapes = {"decode": StepShape(rows, 1, pages, sampled=True)}
-        for path in PREFILL_PATHS if layout.dcp_size > 1 else PREFILL_PATHS[:1]:
-            longest, gathered = self.chunked_prefill_size, self.gather_chunk_tokens
-            chunk = token_bucket(min(longest, context), longest)
+        shapes = {"decode": StepShape(rows, 1, self._table(context), sampled=True)}
+        chunk = self.chunked_prefill_size
+        group = group_of(self.cfg, self.layout)
+        for path, batch in largest_prefills(self.prefill, group, context, chunk).items():
+            # The dense path alone reads every key of the table, so it gets no more than it needs.
+            dense = path is PrefillPath.MHA_ONE_SHOT
             shapes[f"prefill, {path.value}"] = StepShape(
-                1, chunk, pages, path, gather_chunk_tokens=gathered
+                1,
+                token_bucket(batch.extend_tokens, chunk),
+                self._table(batch.kv_len if dense else context),
+                path,
+                gather_chunk_tokens=self.prefill.gather_chunk_tokens,
             )
         return shapes
+
+    def _table(self, tokens: int) -> int:
+        """Entries of the page table of a row with this many tokens."""
+        size, ranks = self.layout.page_size, self.layout.dcp_size
+        return page_bucket(pages_needed(tokens, size, ranks), size, ranks, self.pool.pages)
 
 
 def request_tokens(wanted: Deployment) -> int:
@@ -141,6 +151,12 @@ def problems(wanted: Deployment) -> Iterator[tuple[str, str]]:
             "attention_dp",
             "attention_dp is only compared with (`compare`), the engine does not have it: drop it",
         )
+        return
+    forced = wanted.prefill.force
+    if forced is not None and (
+        reason := ineligible(forced, wanted.prefill, 1, group_of(cfg, layout))
+    ):
+        yield "path", f"prefill.force={forced.value!r}: {reason}"
         return
     asked = wanted.max_model_len or 0
     if asked > cfg.max_position_embeddings:

@@ -164,7 +164,8 @@ def _memory_table(found: Check) -> Table:
     table.add_row("caches in all", size(sum(found.pool.rank_bytes.values())), style="bold")
     table.add_row("reserve", size(found.deployment.reserve_bytes))
     for name, peak in found.peaks.items():
-        table.add_row(f"peak of a step: {name}", size(peak))
+        step = found.steps[name]
+        table.add_row(f"peak of a step: {name}, {step.rows} x {step.tokens} tokens", size(peak))
     if on is not None:
         rest = (1 - found.deployment.mem_fraction_static) * on.memory
         table.add_row("left for a step", size(rest), style="bold")

@@ -42,8 +42,12 @@ class Workspace:
 def workspace(cfg: ModelConfig, layout: Layout, shape: StepShape) -> Workspace:
     """Stages and parts of one step of these shapes; parts that do not exist are left out."""
     n = shape.rows * shape.tokens
-    gathered = shape.path is PrefillPath.GATHERED and layout.dcp_size > 1
-    stages = (_gathered if gathered else _owned)(cfg, layout, shape)
+    if shape.path is PrefillPath.MHA_ONE_SHOT:
+        stages = _dense(cfg, layout, shape)
+    elif shape.path.gathers and layout.dcp_size > 1:
+        stages = _gathered(cfg, layout, shape)
+    else:
+        stages = _owned(cfg, layout, shape)
     stages["feed-forward"] = _feed_forward(cfg, layout, n)
     vocab = sizes(cfg, layout).vocab // layout.tp
     stages["output head"] = {"logits": 2 * shape.rows * vocab * 4}
@@ -60,15 +64,20 @@ def _blocks(queries: int, per_query: int) -> int:
     return max(per_query, min(BUDGET, queries * per_query))
 
 
-def _selection(cfg: ModelConfig, layout: Layout, shape: StepShape, keys: int) -> dict[str, int]:
-    """Index queries, and scores and top-k over `keys` keys a row."""
-    item, n, dim = layout.activation_bytes, shape.rows * shape.tokens, cfg.index_head_dim
+def _selection(
+    cfg: ModelConfig, layout: Layout, rows: int, tokens: int, scored: int, keys: int
+) -> dict[str, int]:
+    """Index queries of `tokens` tokens a row; scores and top-k of `scored` of them.
+
+    Scores are those of `keys` keys a row.
+    """
+    item, n, dim = layout.activation_bytes, rows * tokens, cfg.index_head_dim
     stored = 1 if layout.kv_dtype == "fp8_e4m3" else item
-    products = keys * (shape.rows * (dim * 8 + 8) + n * cfg.index_n_heads * 8)
+    products = keys * rows * (dim * 8 + 8 + scored * cfg.index_n_heads * 8)
     return {
         "query latent": n * cfg.q_lora_rank * item,
         "index queries": n * cfg.index_n_heads * (dim * (item + stored) + 4),
-        "index scores and their top-k": _blocks(n, keys * 24) + min(BUDGET, products),
+        "index scores and their top-k": _blocks(rows * scored, keys * 24) + min(BUDGET, products),
     }
 
 
@@ -79,6 +88,28 @@ def _attention(cfg: ModelConfig, layout: Layout, n: int, heads: int, width: int)
     return {
         "own queries": n * (cfg.q_lora_rank + own * (cfg.qk_head_dim + row)) * item,
         "gathered rows": _blocks(n, width * (row * (2 * item + 4) + heads * 12)),
+    }
+
+
+def _dense(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict[str, int]]:
+    """Every key of a row at once: the policy bounds how many there are."""
+    item, n, own = layout.activation_bytes, shape.rows * shape.tokens, layout.heads(cfg)
+    row, value = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.v_head_dim
+    keys, gathered = shape.tokens, 0
+    if shape.with_prefix:  # as received, and in order of position
+        keys = shape.pages * layout.page_tokens
+        gathered = 2 * shape.rows * keys * CacheBytes.of(cfg, layout).latent_row
+    # Of keys and values the product takes a transposed copy; the keys are put together of two.
+    expanded = cfg.qk_nope_head_dim + 2 * cfg.qk_head_dim + 2 * value
+    return {
+        "attention": {
+            "own queries": n * (cfg.q_lora_rank + 2 * own * cfg.qk_head_dim) * item,
+            "gathered latents": gathered,
+            "latents in floats": shape.rows * keys * row * (item + 4),
+            "keys and values of own heads": shape.rows * keys * own * expanded * item,
+            "scores": _blocks(n, keys * own * 12),
+            "attention outputs": 2 * n * own * value * item,
+        }
     }
 
 
@@ -95,7 +126,7 @@ def _owned(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict
         exchanged = n * heads * (2 * (rank * item + 4) + rank * 4)
     else:
         exchanged = n * heads * (4 * ranks + rank * 4)
-    selection = _selection(cfg, layout, shape, keys)
+    selection = _selection(cfg, layout, shape.rows, shape.tokens, shape.tokens, keys)
     if sharded:
         selection["candidates of all ranks"] = n * pairs * 8 * (1 + 2 * ranks)
     attention = _attention(cfg, layout, n, heads, pairs)
@@ -116,19 +147,27 @@ def _owned(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict
 
 
 def _gathered(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict[str, int]]:
+    """One chunk of latents or index keys at a time, whatever the prefix."""
     item, ranks, n = layout.activation_bytes, layout.dcp_size, shape.rows * shape.tokens
     cache, rank, own = CacheBytes.of(cfg, layout), cfg.kv_lora_rank, layout.heads(cfg)
-    local = shape.pages * layout.page_size
-    keys = local * ranks
-    chunk = min(max(shape.gather_chunk_tokens // ranks, 1), local) * ranks
-    top = min(cfg.index_topk, keys)
-    selection = _selection(cfg, layout, shape, keys)
-    if not layout.index_replicated:  # as received, and in order of position
-        selection["gathered index keys"] = 2 * shape.rows * keys * cache.index_row
+    chunks, width = shape.chunks(layout)
+    split = shape.path is PrefillPath.GATHERED_SPLIT_INDEXER
+    scored = -(-shape.tokens // ranks) if split else shape.tokens
+    keys = shape.pages * layout.page_tokens if layout.index_replicated else width * ranks
+    top = shape.selected(cfg, layout)
+    selection = _selection(cfg, layout, shape.rows, shape.tokens, scored, keys)
+    selection["selection in order"] = n * top * (4 if split else 3) * 4
+    if not layout.index_replicated:
+        lists = shape.rows * scored * top * 8  # (key, position) of each candidate
+        # As received, and in order of position.
+        selection["gathered index keys of a chunk"] = 2 * shape.rows * keys * cache.index_row
+        selection["candidates"] = lists * (3 if chunks > 1 else 1)
+        if chunks > 1:
+            selection["candidates joined"] = min(BUDGET, 6 * lists)
     attention = _attention(cfg, layout, n, own, top) | {
-        "gathered latents of a chunk": 2 * shape.rows * chunk * cache.latent_row,
-        "selection": n * top * 12,
-        "partial outputs": 2 * n * own * (rank + 1) * 4,
+        "gathered latents of a chunk": 2 * shape.rows * width * ranks * cache.latent_row,
+        "selection": n * top * 20,
+        "partial outputs": (4 if chunks > 1 else 2) * n * own * (rank + 1) * 4,
     }
     outputs = {"attention outputs": n * own * (rank + cfg.v_head_dim) * item}
     return {"selection": selection, "attention": attention, "projection": outputs}
