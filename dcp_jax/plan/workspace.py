@@ -14,6 +14,7 @@ from dcp_jax.plan.memory import CacheBytes, Layout, sizes
 from dcp_jax.policy import PrefillPath
 
 BUDGET = 64 * 2**20  # `pallas_kernels.blocking.BUDGET_BYTES`
+_COPIES = 3  # of gathered rows: the own ones, all as received, all in order of position
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ def _blocks(queries: int, per_query: int) -> int:
     return max(per_query, min(BUDGET, queries * per_query))
 
 
+def _own_queries(cfg: ModelConfig, layout: Layout, n: int) -> int:
+    """Their latent, as projected, and in latent space."""
+    row = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    per_token = cfg.q_lora_rank + layout.heads(cfg) * (cfg.qk_head_dim + row)
+    return n * per_token * layout.activation_bytes
+
+
 def _selection(
     cfg: ModelConfig, layout: Layout, rows: int, tokens: int, scored: int, keys: int
 ) -> dict[str, int]:
@@ -75,7 +83,7 @@ def _selection(
     stored = 1 if layout.kv_dtype == "fp8_e4m3" else item
     products = keys * rows * (dim * 8 + 8 + scored * cfg.index_n_heads * 8)
     return {
-        "query latent": n * cfg.q_lora_rank * item,
+        "own queries": _own_queries(cfg, layout, n),  # nothing orders them after the selection
         "index queries": n * cfg.index_n_heads * (dim * (item + stored) + 4),
         "index scores and their top-k": _blocks(rows * scored, keys * 24) + min(BUDGET, products),
     }
@@ -84,9 +92,8 @@ def _selection(
 def _attention(cfg: ModelConfig, layout: Layout, n: int, heads: int, width: int) -> dict[str, int]:
     """Own queries, and attention of `heads` heads over `width` entries a query."""
     item, row = layout.activation_bytes, cfg.kv_lora_rank + cfg.qk_rope_head_dim
-    own = layout.heads(cfg)
     return {
-        "own queries": n * (cfg.q_lora_rank + own * (cfg.qk_head_dim + row)) * item,
+        "own queries": _own_queries(cfg, layout, n),
         "gathered rows": _blocks(n, width * (row * (2 * item + 4) + heads * 12)),
     }
 
@@ -96,9 +103,9 @@ def _dense(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict
     item, n, own = layout.activation_bytes, shape.rows * shape.tokens, layout.heads(cfg)
     row, value = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.v_head_dim
     keys, gathered = shape.tokens, 0
-    if shape.with_prefix:  # as received, and in order of position
+    if shape.with_prefix:
         keys = shape.pages * layout.page_tokens
-        gathered = 2 * shape.rows * keys * CacheBytes.of(cfg, layout).latent_row
+        gathered = _COPIES * shape.rows * keys * CacheBytes.of(cfg, layout).latent_row
     # Of keys and values the product takes a transposed copy; the keys are put together of two.
     expanded = cfg.qk_nope_head_dim + 2 * cfg.qk_head_dim + 2 * value
     return {
@@ -131,10 +138,11 @@ def _owned(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, dict
         selection["candidates of all ranks"] = n * pairs * 8 * (1 + 2 * ranks)
     attention = _attention(cfg, layout, n, heads, pairs)
     if ranks > 1:
-        # As received and in order of heads; partial outputs as computed and as exchanged.
+        # As received and in order of heads.
         row = rank + cfg.qk_rope_head_dim
         attention["queries of gathered heads"] = 2 * n * heads * row * item
-    attention |= {"selection": n * pairs * 8, "partial outputs of gathered heads": 2 * partial}
+    # Partial outputs block by block, put together, and as the merge or the projection takes them.
+    attention |= {"selection": n * pairs * 8, "partial outputs of gathered heads": 3 * partial}
     return {
         "selection": selection,
         "attention": attention,
@@ -159,15 +167,15 @@ def _gathered(cfg: ModelConfig, layout: Layout, shape: StepShape) -> dict[str, d
     selection["selection in order"] = n * top * (4 if split else 3) * 4
     if not layout.index_replicated:
         lists = shape.rows * scored * top * 8  # (key, position) of each candidate
-        # As received, and in order of position.
-        selection["gathered index keys of a chunk"] = 2 * shape.rows * keys * cache.index_row
+        selection["gathered index keys of a chunk"] = _COPIES * shape.rows * keys * cache.index_row
         selection["candidates"] = lists * (3 if chunks > 1 else 1)
         if chunks > 1:
             selection["candidates joined"] = min(BUDGET, 6 * lists)
     attention = _attention(cfg, layout, n, own, top) | {
-        "gathered latents of a chunk": 2 * shape.rows * width * ranks * cache.latent_row,
+        "gathered latents of a chunk": _COPIES * shape.rows * width * ranks * cache.latent_row,
         "selection": n * top * 20,
-        "partial outputs": (4 if chunks > 1 else 2) * n * own * (rank + 1) * 4,
+        # Of a chunk, of all before it, both side by side, and merged.
+        "partial outputs": (5 if chunks > 1 else 3) * n * own * (rank + 1) * 4,
     }
     outputs = {"attention outputs": n * own * (rank + cfg.v_head_dim) * item}
     return {"selection": selection, "attention": attention, "projection": outputs}
