@@ -398,14 +398,14 @@ def test_join_is_the_same_in_blocks_of_rows(budget):
 
 def test_join_of_lists_of_different_lengths():
     """As many as the first has; padding never goes before a visible -inf."""
-    inf, nothing = int(score_keys(jnp.array([-INF]))[0]), 0
-    first = Candidates(jnp.array([9, inf, nothing], jnp.uint32), jnp.array([4, 2, 0], jnp.int32))
-    second = Candidates(jnp.array([9, inf], jnp.uint32), jnp.array([11, 10], jnp.int32))
+    one, inf = np.asarray(score_keys(jnp.array([1.0, -INF]))).tolist()
+    first = Candidates(jnp.array([one, inf, 0], jnp.uint32), jnp.array([4, 2, 0], jnp.int32))
+    second = Candidates(jnp.array([one, inf], jnp.uint32), jnp.array([11, 10], jnp.int32))
     best = join_candidates(first, second)
+    assert best.keys.tolist() == [one, one, inf]
     assert best.index.tolist() == [4, 11, 2]
-    assert best.keys.tolist() == [9, 9, inf]
-    nobody = jax.tree.map(jnp.zeros_like, second)
-    assert join_candidates(first, nobody).keys.tolist() == first.keys.tolist()
+    nothing = jax.tree.map(jnp.zeros_like, second)
+    assert join_candidates(first, nothing).keys.tolist() == first.keys.tolist()
 
 
 def test_merge_is_the_same_in_blocks_of_rows():
