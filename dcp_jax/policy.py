@@ -20,6 +20,7 @@ indexer pays once scoring takes longer than the exchange of the selected positio
 
 import enum
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 
 class PrefillPath(enum.Enum):
@@ -153,11 +154,11 @@ class PrefillPolicy:
 
 
 def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def ineligible(

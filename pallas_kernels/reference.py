@@ -85,3 +85,11 @@ def merge_partials(outs, lses):
     lse = jax.nn.logsumexp(lses, axis=0)
     terms = jax.nn.softmax(lses, axis=0)[..., None] * outs
     return jnp.sum(jnp.where(lses[..., None] == -jnp.inf, 0, terms), axis=0), lse
+
+
+def dense_attention(q, k, v, visible, *, scale):
+    """Softmax over the first `visible` keys of each query; 0 for none."""
+    seen = (jnp.arange(k.shape[1]) < visible[..., None])[:, :, None]
+    scores = jnp.einsum("bthd,bshd->bths", as_float32(q), as_float32(k), precision=_HIGHEST)
+    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1, where=seen)
+    return jnp.einsum("bths,bshv->bthv", weights, as_float32(v), precision=_HIGHEST)

@@ -6,7 +6,7 @@ from typing import Any
 from dcp_jax.layers.sizes import Sizes
 from dcp_jax.mesh import DCP, tp_size
 from dcp_jax.model import Model
-from dcp_jax.policy import Parallelism, PrefillBatch, PrefillPolicy, choose_path
+from dcp_jax.policy import Parallelism, PrefillBatch, PrefillPath, PrefillPolicy, choose_path
 
 
 def parallelism(model: Model) -> Parallelism:
@@ -25,4 +25,6 @@ def prefill_options(
         ValueError: the forced path is not eligible.
     """
     path = choose_path(policy, PrefillBatch(tuple(prefixes), tuple(extends)), group)
-    return {"path": path, "with_prefix": any(prefixes)}
+    # Where nobody asks, both answers would be the same program compiled twice.
+    asks = path is PrefillPath.MHA_ONE_SHOT
+    return {"path": path, "with_prefix": any(prefixes) or not asks}

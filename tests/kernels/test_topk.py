@@ -16,6 +16,7 @@ from pallas_kernels import reference
 from pallas_kernels.topk import (
     Candidates,
     candidate_capacity,
+    join_candidates,
     local_topk,
     merge_candidates,
     pack_candidates,
@@ -341,6 +342,70 @@ def test_local_topk_is_sorted_and_padded(k):
     assert (np.asarray(keys != 0) == exists).all()
     assert (index == expected).all()
     assert (np.asarray(keys == score_keys(best)) | ~exists).all()
+
+
+@partial(jax.jit, static_argnames=("k", "chunk", "budget"))
+def joined(scores, lengths, *, k, chunk, budget=2**26):
+    """Top-k of each chunk of keys, joined from left to right."""
+    best = None
+    for start in range(0, scores.shape[-1], chunk):
+        part = scores[..., start : start + chunk]
+        keys, index = local_topk(part, jnp.clip(lengths - start, 0, part.shape[-1]), k)
+        found = Candidates(keys, index + start)
+        best = found if best is None else join_candidates(best, found, budget=budget)
+    return best
+
+
+def assert_joined_equals_whole(scores, lengths, k, chunk, **options):
+    got = joined(scores, lengths, k=k, chunk=chunk, **options)
+    keys, index = jax.jit(local_topk, static_argnums=2)(scores, lengths, k)
+    exists = np.arange(k) < np.minimum(np.asarray(lengths), scores.shape[-1])[..., None]
+    assert (got.keys.dtype, got.index.dtype) == (jnp.uint32, jnp.int32)
+    assert got.keys.shape == got.index.shape == (*lengths.shape, k)
+    np.testing.assert_array_equal(got.keys, keys)
+    np.testing.assert_array_equal(np.where(exists, got.index, 0), index)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, S])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in CASES])
+def test_join_of_chunks_keeps_the_order_of_ties(case, chunk):
+    """Ties across chunks, infinities, NaN, and chunks that nobody sees."""
+    scores = np.full(S, 1e9, np.float32)
+    scores[: len(case.scores)] = case.scores
+    found = joined(jnp.asarray(scores)[None, None], jnp.full((1, 1), case.n), k=case.k, chunk=chunk)
+    kept = min(case.k, case.n)
+    assert sorted(np.asarray(found.index)[0, 0, :kept].tolist()) == case.selected
+    assert (np.asarray(found.keys)[0, 0, kept:] == 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 5, 12, S, S + 9])
+@pytest.mark.parametrize("chunk", [2, 7, 12])
+def test_join_of_chunks_is_the_topk_of_all_keys(k, chunk):
+    """Every length 0 .. S, about five ties a score; k below, at and above the keys of a chunk."""
+    rng = np.random.default_rng(k)
+    scores = rng.integers(-2, 3, (2, S + 1, S)).astype(np.float32)
+    scores[1, :, 3::5] = -INF
+    lengths = jnp.asarray(np.tile(np.arange(S + 1), (2, 1)), jnp.int32)
+    assert_joined_equals_whole(jnp.asarray(scores), lengths, k, chunk)
+
+
+@pytest.mark.parametrize("budget", [1, 1500])
+def test_join_is_the_same_in_blocks_of_rows(budget):
+    scores = jnp.asarray(np.random.default_rng(0).integers(0, 4, (2, 5, S)), jnp.float32)
+    lengths = jnp.asarray(np.resize([S, 7, 0, 13, 1, 23, 8], (2, 5)), jnp.int32)
+    assert_joined_equals_whole(scores, lengths, 6, 7, budget=budget)
+
+
+def test_join_of_lists_of_different_lengths():
+    """As many as the first has; padding never goes before a visible -inf."""
+    one, inf = np.asarray(score_keys(jnp.array([1.0, -INF]))).tolist()
+    first = Candidates(jnp.array([one, inf, 0], jnp.uint32), jnp.array([4, 2, 0], jnp.int32))
+    second = Candidates(jnp.array([one, inf], jnp.uint32), jnp.array([11, 10], jnp.int32))
+    best = join_candidates(first, second)
+    assert best.keys.tolist() == [one, one, inf]
+    assert best.index.tolist() == [4, 11, 2]
+    nothing = jax.tree.map(jnp.zeros_like, second)
+    assert join_candidates(first, nothing).keys.tolist() == first.keys.tolist()
 
 
 def test_merge_is_the_same_in_blocks_of_rows():
