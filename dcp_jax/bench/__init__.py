@@ -19,6 +19,7 @@ _HOME = {
     "PrefillOptions": "dcp_jax.bench.options",
     "Record": "dcp_jax.bench.records",
     "fit": "dcp_jax.bench.thresholds",
+    "fit_notes": "dcp_jax.bench.tables",
     "fit_tables": "dcp_jax.bench.tables",
     "grid": "dcp_jax.bench.cases",
     "prefill": "dcp_jax.bench.run",

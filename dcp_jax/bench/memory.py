@@ -10,6 +10,7 @@ import jax
 from dcp_jax.bench.cases import Case, Shape
 from dcp_jax.cache.pool import CacheSpec
 from dcp_jax.config import ModelConfig
+from dcp_jax.dcp.layout import MAX_ROWS
 from dcp_jax.layers.param import ParamDef
 from dcp_jax.mesh import AXES
 from dcp_jax.plan import Layout, StepShape, workspace
@@ -65,6 +66,24 @@ def step_bytes(
     )
 
 
+def check_rows(cases: Iterable[Case], rows: int) -> None:
+    """Refuse caches whose `rows`, of all layers on one device, int32 cannot number.
+
+    Raises:
+        ValueError: with their number.
+    """
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"{_largest(cases)} are {rows} cache rows a device, more than int32 numbers: lower "
+            "prefix, extend, batch or layers, or raise dcp_size."
+        )
+
+
+def _largest(cases: Iterable[Case]) -> str:
+    case = max(cases, key=lambda case: case.batch * case.keys)
+    return f"{case.batch} rows of {case.prefix} + {case.extend} tokens"
+
+
 def check_fits(
     cases: Iterable[Case], weights: int, spec: CacheSpec, step: int, available: int
 ) -> None:
@@ -83,10 +102,9 @@ def check_fits(
     caches = sum(spec.rank_bytes().values())
     needed = weights + caches + step
     if needed > USABLE * available:
-        largest = max(cases, key=lambda case: case.batch * case.keys)
         raise ValueError(
-            f"{largest.batch} rows of {largest.prefix} + {largest.extend} tokens need about "
-            f"{needed / GIB:.1f} GiB a device (weights {weights / GIB:.1f}, caches "
-            f"{caches / GIB:.1f}, a step {step / GIB:.1f}) and it has {available / GIB:.1f}: lower "
-            "prefix, extend, batch or layers, or raise tp and dcp_size."
+            f"{_largest(cases)} need about {needed / GIB:.1f} GiB a device (weights "
+            f"{weights / GIB:.1f}, caches {caches / GIB:.1f}, a step {step / GIB:.1f}) and it has "
+            f"{available / GIB:.1f}: lower prefix, extend, batch or layers, or raise tp "
+            "and dcp_size."
         )

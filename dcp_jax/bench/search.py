@@ -23,8 +23,8 @@ Table = dict[Case, dict[tuple[PrefillPath, int | None], float]]
 class Judge:
     """Regret of policies over the cases that count; what was not timed costs infinitely much."""
 
-    def __init__(self, table: Table, group: Parallelism):
-        self.table, self.group = table, group
+    def __init__(self, table: Table, group: Parallelism, default: PrefillPolicy):
+        self.table, self.group, self.default = table, group, default
         self._batches = {case: case.tokens for case in table}
 
     def path(self, policy: PrefillPolicy, case: Case) -> PrefillPath:
@@ -45,29 +45,34 @@ class Judge:
         )
 
     def faster(self, policy: PrefillPolicy, than: PrefillPolicy) -> tuple[Case, ...]:
-        """Cases that `policy` makes faster by `MIN_GAIN`, both times being known."""
+        """Cases that `policy` makes faster by `MIN_GAIN`; see `saved`."""
         return tuple(
             case
             for case in sorted(self.table)
-            if self.seconds(policy, case) < (1 - MIN_GAIN) * self.seconds(than, case) < inf
+            if self.seconds(policy, case) < (1 - MIN_GAIN) * self._known(than, case)
         )
 
-    def saved(self, policy: PrefillPolicy, other: PrefillPolicy) -> float:
-        """Regret of `other` less that of `policy`, over cases where both times are known."""
-        saved = 0.0
-        for case, times in self.table.items():
-            both = self.seconds(policy, case), self.seconds(other, case)
-            if max(both) < inf:
-                saved += (both[1] - both[0]) / min(times.values())
-        return saved
+    def saved(self, policy: PrefillPolicy, than: PrefillPolicy) -> float:
+        """Regret of `than` less that of `policy`.
+
+        Where `than` takes a path that was not timed, the default's path stands for it.
+        """
+        return sum(
+            (self._known(than, case) - self.seconds(policy, case)) / min(times.values())
+            for case, times in self.table.items()
+        )
+
+    def _known(self, policy: PrefillPolicy, case: Case) -> float:
+        seconds = self.seconds(policy, case)
+        return self.seconds(self.default, case) if seconds == inf else seconds
 
 
-def fitted_policy(judge: Judge, default: PrefillPolicy) -> PrefillPolicy:
+def fitted_policy(judge: Judge) -> PrefillPolicy:
     """The default with those thresholds changed that there is evidence to change.
 
     Every case of the table must have the time of the default's path.
     """
-    values = quantities(judge)
+    values, default = quantities(judge), judge.default
     policy = _without_evidence(judge, _search(judge, values, default), default)
     return _centred(judge, values, policy, default)
 

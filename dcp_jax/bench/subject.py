@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from dcp_jax.bench.cases import Case, Shape, pool_pages, shape_of
-from dcp_jax.bench.memory import check_fits, device_bytes, param_bytes, step_bytes
+from dcp_jax.bench.memory import check_fits, check_rows, device_bytes, param_bytes, step_bytes
 from dcp_jax.bench.options import PrefillOptions, TimedLayer
 from dcp_jax.bench.programs import (
     LayerGraph,
@@ -58,9 +58,11 @@ class Subject:
         self.model = Model(self.cfg, make_mesh(options.tp, options.dcp_size), dtype)
         self.group = parallelism(self.model)
         self.graphs = {t.kind: LayerGraph(self.model, t) for t in options.timed_layers()}
+        pages = pool_pages(options.cases, options.page_size, options.dcp_size)
+        check_rows(options.cases, pages * options.page_size * self.cfg.num_hidden_layers)
         self.spec = CacheSpec.of(
             self.cfg,
-            pages=pool_pages(options.cases, options.page_size, options.dcp_size),
+            pages=pages,
             page_size=options.page_size,
             dcp_size=options.dcp_size,
             kv_dtype=options.resolved_kv_dtype(),

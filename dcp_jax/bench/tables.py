@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,8 +15,10 @@ SHOWN = 12  # cases that a note names
 def result_tables(records: Iterable[Record]) -> list[Table]:
     """A table per part and kind of layer; paths of a case stand together, the best one in bold.
 
-    `TFLOP/s` is the cost model's count over the measured time, of one rank. `agrees` compares with
-    the first path of the case, marked `=`. The default policy's path has a `*`.
+    `MB in` is what one rank receives, `MB temp` its temporary memory; `TFLOP/s` is the cost
+    model's count over the measured time, of one rank; `TTFT ms` an estimate for all layers.
+    `agrees` compares with the first path of the case, marked `=`. The default policy's path has
+    a `*`.
     """
     groups: dict[tuple, list[Record]] = {}
     for record in records:
@@ -33,36 +36,40 @@ def result_tables(records: Iterable[Record]) -> list[Table]:
 
 
 def _results(title: str, caption: str, records: list[Record]) -> Table:
-    table = Table(title=title, caption=escape(caption))
-    table.add_column("case")
-    table.add_column("path")
-    for name in ("ms", "ratio", "TFLOP/s", "MB received", "MB temp", "TTFT est. ms"):
-        table.add_column(name, justify="right")
+    part = records[0].part
+    swept = len({r.gather_chunk_tokens for r in records if r.path.gathers}) > 1
+    numbers = ["ms", "ratio", "MB in", "MB temp"]
+    numbers += {"attention": ["TFLOP/s"], "layer": ["TTFT ms"], "step": []}[part]
+    table = Table(title=title, caption=escape(caption), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("case", no_wrap=True)
+    table.add_column("path", no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("agrees")
     for number, record in enumerate(records):
         path = record.path.value
-        if record.gather_chunk_tokens is not None:
+        if swept and record.gather_chunk_tokens is not None:
             path += f" /{record.gather_chunk_tokens}"
         path += "*" if record.chosen else ""
         last = number + 1 == len(records) or records[number + 1].case != record.case
         if record.times is None or record.ratio is None:
-            table.add_row(str(record.case), path, *("-",) * 6, "skipped", end_section=last)
+            blank = ("-",) * len(numbers)
+            table.add_row(str(record.case), path, *blank, "skipped", end_section=last)
             continue
-        seconds = record.times.median
-        spent = sum(record.flops.values())
-        table.add_row(
-            str(record.case),
-            path,
+        seconds, estimate = record.times.median, record.ttft_estimate
+        cells = [
             f"{seconds * 1e3:.3g}",
             f"{record.ratio:.2f}",
-            f"{spent / seconds / 1e12:.3g}" if spent else "-",
             f"{sum(record.received_bytes.values()) / 1e6:,.2f}",
-            f"{(record.temp_bytes or 0) / 1e6:,.1f}",
-            "-" if record.ttft_estimate is None else f"{record.ttft_estimate * 1e3:,.4g}",
-            _agreement(record),
-            style="bold" if record.ratio == 1 else None,
-            end_section=last,
-        )
+            "-" if record.temp_bytes is None else f"{record.temp_bytes / 1e6:,.1f}",
+        ]
+        if part == "attention":
+            cells.append(f"{sum(record.flops.values()) / seconds / 1e12:.3g}")
+        if part == "layer":
+            cells.append("-" if estimate is None else f"{estimate * 1e3:,.4g}")
+        style = "bold" if record.ratio == 1 else None
+        row = (str(record.case), path, *cells, _agreement(record))
+        table.add_row(*row, style=style, end_section=last)
     return table
 
 
@@ -97,19 +104,19 @@ def some(names: list[str]) -> str:
 
 def fit_tables(fit: Fit) -> list[Table]:
     """Where the default is wrong and by how much, and the thresholds that follow."""
-    cases = Table(title=f"default policy against the best path, by {fit.part} time of all layers")
-    for name in ("case", "default", "best", "fitted"):
-        cases.add_column(name)
-    for name in ("default ms", "best ms", "default loses", "fitted loses"):
+    cases = Table(
+        title=f"default policy against the best path, by {fit.part} time of all layers",
+        box=SIMPLE_HEAD,
+    )
+    for name in ("case", "default", "best"):
+        cases.add_column(name, no_wrap=True)
+    for name in ("best ms", "default loses", "fitted loses"):
         cases.add_column(name, justify="right")
     for o in fit.outcomes:
-        cases.add_row(
-            str(o.case),
-            *(path.value for path in (o.default, o.best, o.fitted)),
-            *(f"{seconds * 1e3:.4g}" for seconds in (o.default_seconds, o.best_seconds)),
-            *(f"{regret:.0%}" for regret in (o.default_regret, o.fitted_regret)),
-        )
-    thresholds = Table(title="thresholds", caption=escape(str(fit.setup)))
+        losses = (f"{regret:.0%}" for regret in (o.default_regret, o.fitted_regret))
+        best = f"{o.best_seconds * 1e3:.4g}"
+        cases.add_row(str(o.case), o.default.value, o.best.value, best, *losses)
+    thresholds = Table(title="thresholds", caption=escape(str(fit.setup)), box=SIMPLE_HEAD)
     thresholds.add_column("threshold")
     for name in ("default", "fitted", "cases faster", "regret saved"):
         thresholds.add_column(name, justify="right")

@@ -56,7 +56,7 @@ class Change:
         name: field of `PrefillPolicy`.
         default: its default.
         value: its fitted value.
-        regret_saved: regret, summed over cases, that comes back with the default.
+        regret_saved: regret, summed over cases, that comes back with the default of this one.
         cases: those that it makes faster by `MIN_GAIN`.
         edge: the value lies outside of the timed cases; the crossover may lie further still.
     """
@@ -184,10 +184,10 @@ def _fit_one(
     default: PrefillPolicy,
 ) -> Fit:
     group = setup.group
-    everything = Judge({case: table.get(case, {}) for case in cases}, group)
+    everything = Judge({case: table.get(case, {}) for case in cases}, group, default)
     counted = {c: table[c] for c in cases if everything.seconds(default, c) < inf}
-    judge = Judge(counted, group)
-    policy = fitted_policy(judge, default)
+    judge = Judge(counted, group, default)
+    policy = fitted_policy(judge)
     timed = {case: {path for path, _ in table.get(case, {})} for case in cases}
     return Fit(
         setup=setup,
