@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf, sqrt
+from typing import NamedTuple
 
 from dcp_jax.bench.cases import Case
 from dcp_jax.policy import Parallelism, PrefillPath, PrefillPolicy, choose_path
@@ -16,8 +17,18 @@ THRESHOLDS = (
     "gather_chunk_tokens",
 )
 
-# Seconds by case, and by path with its chunk (None for paths that gather no selection).
-Table = dict[Case, dict[tuple[PrefillPath, int | None], float]]
+
+class Seconds(NamedTuple):
+    """Time of a path: median and fastest run."""
+
+    median: float
+    fastest: float
+
+
+_NEVER = Seconds(inf, inf)
+
+# By case, and by path with its chunk (None for paths that gather no selection).
+Table = dict[Case, dict[tuple[PrefillPath, int | None], Seconds]]
 
 
 class Judge:
@@ -26,45 +37,50 @@ class Judge:
     def __init__(self, table: Table, group: Parallelism, default: PrefillPolicy):
         self.table, self.group, self.default = table, group, default
         self._batches = {case: case.tokens for case in table}
+        self._best = {
+            case: min(t.median for t in times.values()) for case, times in table.items() if times
+        }
+        self._regrets: dict[PrefillPolicy, float] = {}  # a search asks for many of them twice
 
     def path(self, policy: PrefillPolicy, case: Case) -> PrefillPath:
         """The path that `policy` takes."""
         return choose_path(policy, self._batches[case], self.group)
 
-    def seconds(self, policy: PrefillPolicy, case: Case) -> float:
+    def time(self, policy: PrefillPolicy, case: Case) -> Seconds:
         """Time of that path; infinite if it was not timed."""
         path = self.path(policy, case)
         chunk = policy.gather_chunk_tokens if path.gathers else None
-        return self.table[case].get((path, chunk), inf)
+        return self.table[case].get((path, chunk), _NEVER)
 
     def regret(self, policy: PrefillPolicy) -> float:
         """Summed over the cases."""
-        return sum(
-            self.seconds(policy, case) / min(times.values()) - 1
-            for case, times in self.table.items()
-        )
+        if policy not in self._regrets:
+            times = ((self.time(policy, case).median, self._best[case]) for case in self.table)
+            self._regrets[policy] = sum(median / best - 1 for median, best in times)
+        return self._regrets[policy]
 
     def faster(self, policy: PrefillPolicy, than: PrefillPolicy) -> tuple[Case, ...]:
-        """Cases that `policy` makes faster by `MIN_GAIN`; see `saved`."""
-        return tuple(
-            case
-            for case in sorted(self.table)
-            if self.seconds(policy, case) < (1 - MIN_GAIN) * self._known(than, case)
-        )
-
-    def saved(self, policy: PrefillPolicy, than: PrefillPolicy) -> float:
-        """Regret of `than` less that of `policy`.
+        """Cases that `policy` makes faster: by `MIN_GAIN`, and than any run of `than`'s path.
 
         Where `than` takes a path that was not timed, the default's path stands for it.
         """
+
+        def gains(case: Case) -> bool:
+            mine, other = self.time(policy, case).median, self._known(than, case)
+            return mine < min((1 - MIN_GAIN) * other.median, other.fastest)
+
+        return tuple(case for case in sorted(self.table) if gains(case))
+
+    def saved(self, policy: PrefillPolicy, than: PrefillPolicy) -> float:
+        """Regret of `than` less that of `policy`; see `faster` for what was not timed."""
         return sum(
-            (self._known(than, case) - self.seconds(policy, case)) / min(times.values())
-            for case, times in self.table.items()
+            (self._known(than, case).median - self.time(policy, case).median) / self._best[case]
+            for case in self.table
         )
 
-    def _known(self, policy: PrefillPolicy, case: Case) -> float:
-        seconds = self.seconds(policy, case)
-        return self.seconds(self.default, case) if seconds == inf else seconds
+    def _known(self, policy: PrefillPolicy, case: Case) -> Seconds:
+        time = self.time(policy, case)
+        return self.time(self.default, case) if time.median == inf else time
 
 
 def fitted_policy(judge: Judge) -> PrefillPolicy:

@@ -4,7 +4,7 @@ A policy is judged by asking `policy.choose_path` for every timed case and addin
 time of the chosen path over that of the best path, less 1, so that each case counts alike. Only
 what was timed speaks: a case whose default path was not timed makes no claim, and no policy is
 considered that takes a path which was not timed. A threshold differs from its default only if that
-makes some case faster by `MIN_GAIN`.
+makes some case faster: by `MIN_GAIN`, and than the fastest run of the path taken otherwise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from math import inf
 
 from dcp_jax.bench.cases import PARTS, Case
 from dcp_jax.bench.records import Record, Setup
-from dcp_jax.bench.search import THRESHOLDS, Judge, Table, fitted_policy, quantities
+from dcp_jax.bench.search import THRESHOLDS, Judge, Seconds, Table, fitted_policy, quantities
 from dcp_jax.policy import PrefillPath, PrefillPolicy, ineligible
 
 
@@ -57,7 +57,7 @@ class Change:
         default: its default.
         value: its fitted value.
         regret_saved: regret, summed over cases, that comes back with the default of this one.
-        cases: those that it makes faster by `MIN_GAIN`.
+        cases: those that it makes faster.
         edge: the value lies outside of the timed cases; the crossover may lie further still.
     """
 
@@ -171,8 +171,11 @@ def times_by_case(records: Iterable[Record]) -> Table:
     for case, variant in {key[:2] for key in latest}:
         timed = [latest.get((case, variant, kind)) for kind in kinds]
         if all(timed):
-            seconds = sum(r.stands_for * r.times.median for r in timed if r and r.times)
-            table.setdefault(case, {})[variant] = seconds
+            runs = [(r.stands_for, r.times) for r in timed if r and r.times]
+            table.setdefault(case, {})[variant] = Seconds(
+                sum(count * times.median for count, times in runs),
+                sum(count * times.fastest for count, times in runs),
+            )
     return table
 
 
@@ -185,7 +188,7 @@ def _fit_one(
 ) -> Fit:
     group = setup.group
     everything = Judge({case: table.get(case, {}) for case in cases}, group, default)
-    counted = {c: table[c] for c in cases if everything.seconds(default, c) < inf}
+    counted = {c: table[c] for c in cases if everything.time(default, c).median < inf}
     judge = Judge(counted, group, default)
     policy = fitted_policy(judge)
     timed = {case: {path for path, _ in table.get(case, {})} for case in cases}
@@ -229,13 +232,13 @@ def _changes(judge: Judge, policy: PrefillPolicy, default: PrefillPolicy) -> Ite
 
 def _outcome(judge: Judge, case: Case, default: PrefillPolicy, fitted: PrefillPolicy) -> Outcome:
     times = judge.table[case]
-    best = min(times, key=lambda variant: times[variant])
+    best = min(times, key=lambda variant: times[variant].median)
     return Outcome(
         case,
         judge.path(default, case),
         judge.path(fitted, case),
         best[0],
-        judge.seconds(default, case),
-        judge.seconds(fitted, case),
-        times[best],
+        judge.time(default, case).median,
+        judge.time(fitted, case).median,
+        times[best].median,
     )

@@ -267,6 +267,18 @@ def test_later_records_replace_earlier_ones_and_wrong_outputs_do_not_count():
     assert (cases[0], SPLIT) in found.missing
 
 
+@pytest.mark.parametrize(("fastest", "changed"), [(0.9, True), (0.4, False)])
+def test_a_gain_within_the_scatter_of_the_runs_is_no_evidence(fastest: float, changed: bool):
+    """OWNED takes half of the default's median, but perhaps not of its fastest run."""
+    machine, cases = MACHINES[0], bench.grid((4096,), (512,))
+    records = []
+    for path, median in ((GATHERED, 1.0), (OWNED, 0.5)):
+        (record,) = records_of(machine, cases, paths=(path,))
+        records.append(replace(record, times=Times(median, fastest * median, 2 * median, 9)))
+    (found,) = bench.fit(records)
+    assert (found.changes != ()) == changed
+
+
 def test_setups_are_fitted_apart_and_parts_must_have_been_timed():
     cases = GRIDS["one-row"]
     records = records_of(MACHINES[0], cases) + records_of(MACHINES[1], cases)
