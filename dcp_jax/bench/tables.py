@@ -40,7 +40,7 @@ def _results(title: str, caption: str, records: list[Record]) -> Table:
     swept = len({r.gather_chunk_tokens for r in records if r.path.gathers}) > 1
     numbers = ["ms", "ratio", "MB in", "MB temp"]
     numbers += {"attention": ["TFLOP/s"], "layer": ["TTFT ms"], "step": []}[part]
-    table = Table(title=title, caption=escape(caption), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, caption=escape(caption), box=SIMPLE_HEAD, padding=0)
     table.add_column("case", no_wrap=True)
     table.add_column("path", no_wrap=True)
     for name in numbers:
@@ -58,7 +58,7 @@ def _results(title: str, caption: str, records: list[Record]) -> Table:
             continue
         seconds, estimate = record.times.median, record.ttft_estimate
         cells = [
-            f"{seconds * 1e3:.3g}",
+            _ms(seconds),
             f"{record.ratio:.2f}",
             f"{sum(record.received_bytes.values()) / 1e6:,.2f}",
             "-" if record.temp_bytes is None else f"{record.temp_bytes / 1e6:,.1f}",
@@ -66,11 +66,16 @@ def _results(title: str, caption: str, records: list[Record]) -> Table:
         if part == "attention":
             cells.append(f"{sum(record.flops.values()) / seconds / 1e12:.3g}")
         if part == "layer":
-            cells.append("-" if estimate is None else f"{estimate * 1e3:,.4g}")
+            cells.append("-" if estimate is None else _ms(estimate))
         style = "bold" if record.ratio == 1 else None
         row = (str(record.case), path, *cells, _agreement(record))
         table.add_row(*row, style=style, end_section=last)
     return table
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with three digits or more."""
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _agreement(record: Record) -> str:
@@ -114,7 +119,7 @@ def fit_tables(fit: Fit) -> list[Table]:
         cases.add_column(name, justify="right")
     for o in fit.outcomes:
         losses = (f"{regret:.0%}" for regret in (o.default_regret, o.fitted_regret))
-        best = f"{o.best_seconds * 1e3:.4g}"
+        best = _ms(o.best_seconds)
         cases.add_row(str(o.case), o.default.value, o.best.value, best, *losses)
     thresholds = Table(title="thresholds", caption=escape(str(fit.setup)), box=SIMPLE_HEAD)
     thresholds.add_column("threshold")
@@ -140,9 +145,9 @@ def fit_notes(fit: Fit) -> list[str]:
         default, fitted, best = fit.seconds
         worst, after = fit.worst_regret
         notes.append(
-            f"{len(fit.outcomes)} cases: the default policy takes {default * 1e3:.4g} ms in all, "
-            f"the fitted one {fitted * 1e3:.4g}, the best paths {best * 1e3:.4g}; at worst the "
-            f"default loses {worst:.0%}, the fitted one {after:.0%}."
+            f"{len(fit.outcomes)} cases: the default policy takes {_ms(default)} ms in all, the "
+            f"fitted one {_ms(fitted)}, the best paths {_ms(best)}; at worst the default loses "
+            f"{worst:.0%}, the fitted one {after:.0%}."
         )
         notes.append(
             f"For this machine: {fit.flags}"

@@ -1,13 +1,12 @@
 """Turns of the timing, agreement of outputs and of selected sets, records on disk."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dcp_jax import bench
 from dcp_jax.bench.measure import agreement, near_ties, sample_of, selected_sets, time_runs
+from dcp_jax.layers.indexer import Selection
 from dcp_jax.policy import PrefillPath
 
 
@@ -122,10 +121,13 @@ def test_near_ties_are_relative_to_the_spread():
 
 def test_selected_sets_of_every_path_are_positions():
     """Rank 1 of 2 owns the odd positions; a gathered selection is whole on both ranks."""
-    owned = SimpleNamespace(
-        index=np.array([[[[2, 0, 9]]], [[[1, 9, 9]]]]), counts=np.array([[[2]], [[1]]])
-    )
-    gathered = SimpleNamespace(index=np.array([[[[0, 3, 4]]]] * 2), counts=np.array([[[3]], [[3]]]))
+
+    def selection_of(index, counts) -> Selection:
+        index, counts = jnp.array(index)[:, None, None], jnp.array(counts)[:, None, None]
+        return Selection(index, None, counts, jnp.ones_like(counts, bool))
+
+    owned = selection_of([[2, 0, 9], [1, 9, 9]], [2, 1])
+    gathered = selection_of([[0, 3, 4], [0, 3, 4]], [3, 3])
     tokens = np.array([0])
     for selection, path in ((owned, PrefillPath.OWNED), (gathered, PrefillPath.GATHERED)):
         (found,) = selected_sets(selection, path, tokens, rows=1)

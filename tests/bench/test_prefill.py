@@ -33,12 +33,12 @@ LONG = bench.Case(100, 16)
 def records():
     """Two ranks, float32: attention of a short row and of two long ones; layers and a step."""
     found = []
-    for cases, parts in (
-        ((bench.Case(0, 16), bench.Case(100, 16, 2)), ("attention",)),
-        ((LONG,), ("layer", "step")),
+    for cases, parts, paths in (
+        ((bench.Case(0, 16), bench.Case(100, 16, 2)), ("attention",), tuple(PrefillPath)),
+        ((LONG,), ("layer", "step"), (DENSE, GATHERED, OWNED)),
     ):
         options = bench.PrefillOptions(
-            model=config(), cases=cases, parts=parts, tp=2, dcp_size=2, **SMALL
+            model=config(), cases=cases, parts=parts, paths=paths, tp=2, dcp_size=2, **SMALL
         )
         found += bench.prefill(options)
     return found
@@ -48,7 +48,7 @@ def test_every_path_is_timed_or_says_why_not(records):
     kinds = [("attention", "full"), ("attention", "shared"), ("layer", "full")]
     kinds += [("layer", "shared"), ("step", "all")]
     assert list(dict.fromkeys((r.part, r.layer) for r in records)) == kinds
-    assert len(records) == (2 * 2 + 3) * 4
+    assert len(records) == 2 * 2 * 4 + 3 * 3
     for record in records:
         dense_is_wrong = record.path is DENSE and record.case.keys > 32
         assert (record.times is None) == dense_is_wrong
@@ -156,6 +156,30 @@ def test_other_setups_agree_too(dcp_size: int, options: dict):
         assert "nothing is gathered" in " ".join(r.skipped for r in found if r.skipped)
     if dcp_size == 2:
         assert {r.setup.kv_cache_dtype for r in found} == {"fp8_e4m3"}
+
+
+def test_a_checkpoint_is_timed_with_its_own_weights(golden):
+    """Its own layers, counted in the whole model."""
+    options = bench.PrefillOptions(
+        model=golden("p3").path,
+        cases=(bench.Case(20, 8),),
+        paths=(GATHERED, OWNED),
+        parts=("layer",),
+        dtype="float32",
+        tp=2,
+        dcp_size=2,
+        page_size=4,
+        repeats=1,
+    )
+    found = list(bench.prefill(options))
+    assert all(r.agreement is None or r.agreement.agrees for r in found)
+    cfg = ModelConfig.from_hf(golden("p3").path)
+    layers = {r.layer: r for r in found}
+    assert {kind: r.stands_for for kind, r in layers.items()} == {
+        kind: cfg.indexer_types.count(kind) for kind in KINDS
+    }
+    assert {r.feed_forward for r in layers.values()} <= {"dense", "sparse"}
+    assert found[0].setup.weights == "checkpoint"
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
