@@ -125,17 +125,26 @@ class BenchPrefill:
             whole_numbers("--extend", self.extend, least=1),
             whole_numbers("--batch", self.batch, least=1),
         )
-        same = ("random_weights", "layers", "paths", "repeats", "tp", "dcp_size", "dtype")
-        same += ("kv_cache_dtype", "index_cache", "dcp_comm", "page_size", "seed")
         return PrefillOptions(
             model=self.config or self.model,  # type: ignore[arg-type]
             cases=cases,
+            random_weights=self.random_weights,
+            layers=self.layers,
+            paths=self.paths,  # type: ignore[arg-type]
             parts=self.part,
             gather_chunk_tokens=whole_numbers(
                 "--gather-chunk-tokens", self.gather_chunk_tokens, least=1
             ),
+            repeats=self.repeats,
+            tp=self.tp,
+            dcp_size=self.dcp_size,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            index_cache=self.index_cache,
+            dcp_comm=self.dcp_comm,
+            page_size=self.page_size,
+            seed=self.seed,
             progress=True,
-            **{name: getattr(self, name) for name in same},
         )
 
     def _print_fits(self, console: Console, records: list) -> None:
