@@ -29,6 +29,13 @@ def device_bytes(mesh: jax.sharding.Mesh) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
 
 
+def free_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """What is left on the fullest device beside weights and caches; None if it does not say."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    left = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s and "bytes_limit" in s]
+    return min(left, default=None)
+
+
 def param_bytes(defs: Any, mesh: jax.sharding.Mesh) -> int:
     """Bytes of parameters on one device."""
     leaves = jax.tree.leaves(defs, is_leaf=lambda d: isinstance(d, ParamDef))

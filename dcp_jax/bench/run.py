@@ -12,13 +12,15 @@ from tqdm.auto import tqdm
 from dcp_jax.bench import cost
 from dcp_jax.bench.cases import Case
 from dcp_jax.bench.measure import agreement, near_ties, sample_of, selected_sets, time_runs
+from dcp_jax.bench.memory import GIB, free_bytes
 from dcp_jax.bench.options import PrefillOptions, TimedLayer
 from dcp_jax.bench.programs import Program
 from dcp_jax.bench.records import Agreement, Record, Times
 from dcp_jax.bench.subject import Inputs, Subject, Variant
 from dcp_jax.layers.indexer import Selection
-from dcp_jax.policy import choose_path, ineligible
+from dcp_jax.policy import PrefillPath, choose_path, ineligible
 
+DENSE = PrefillPath.MHA_ONE_SHOT
 WARM_UP = 2  # runs before the timed ones; the output of the first is compared
 
 # Selections of a case's full layers by part and variant: its shared layers take theirs.
@@ -54,18 +56,23 @@ def _time_part(
 ) -> list[Record]:
     """Records of one part of a case (`timed` is None for a step), skipped paths included."""
     options, inputs = subject.options, subject.inputs(case)
-    records = [
-        _record(subject, case, part, timed, variant, reason)
-        for variant in options.variants()
-        for reason in [ineligible(variant[0], options.policy, case.keys, subject.group)]
-    ]
+    records = []
     programs: dict[Variant, Program] = {}
     runs: dict[Variant, Callable[[], Any]] = {}
-    for variant in [record.variant for record in records if record.skipped is None]:
+    for variant in options.variants():
+        path = variant[0]
+        skipped = ineligible(path, options.policy, case.keys, subject.group)
         selection = selections.get((part, variant))
-        program = subject.program(case, part, timed, variant, inputs, selection)
-        programs[variant] = program
-        runs[variant] = subject.runner(program, timed, inputs, selection)
+        needs_one = timed is not None and timed.kind == "shared" and path is not DENSE
+        if skipped is None and needs_one and selection is None:
+            skipped = "the full layer whose selection it reuses was not timed"
+        if skipped is None:
+            program = subject.program(case, part, timed, variant, inputs, selection)
+            skipped = _no_room(program, free_bytes(subject.model.mesh))
+            if skipped is None:
+                programs[variant] = program
+                runs[variant] = subject.runner(program, timed, inputs, selection)
+        records.append(_record(subject, case, part, timed, variant, skipped))
     if not runs:
         return records
     agreements = _compare(subject, runs, case, part, timed, inputs, selections)
@@ -79,6 +86,16 @@ def _time_part(
         else record
         for record in records
     ]
+
+
+def _no_room(program: Program, free: int | None) -> str | None:
+    """Why a program would run out of memory, which would lose the caches; None if it fits."""
+    if free is None or program.temp_bytes is None or program.temp_bytes <= free:
+        return None
+    return (
+        f"it needs {program.temp_bytes / GIB:.1f} GiB of temporary memory and {free / GIB:.1f} are "
+        "free: time fewer tokens at once"
+    )
 
 
 def _compare(

@@ -158,6 +158,20 @@ def test_other_setups_agree_too(dcp_size: int, options: dict):
         assert {r.setup.kv_cache_dtype for r in found} == {"fp8_e4m3"}
 
 
+def test_a_path_without_room_is_skipped_before_it_runs(monkeypatch):
+    """A run that fails would take the caches with it."""
+    monkeypatch.setattr("dcp_jax.bench.run.free_bytes", lambda mesh: 0)
+    cases, parts = (bench.Case(61, 7),), ("attention",)
+    options = bench.PrefillOptions(
+        model=config(), cases=cases, parts=parts, paths=(OWNED,), **SMALL
+    )
+    full, shared = bench.prefill(options)
+    assert "GiB of temporary memory and 0.0 are free" in full.skipped
+    assert "the full layer whose selection it reuses was not timed" in shared.skipped
+    with pytest.raises(ValueError, match="no record of the bench part was timed"):
+        bench.fit([full, shared])
+
+
 def test_a_checkpoint_is_timed_with_its_own_weights(golden):
     """Its own layers, counted in the whole model."""
     options = bench.PrefillOptions(
