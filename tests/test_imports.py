@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("dcp_jax.model", "dcp_jax.mtp"),
     ("dcp_jax.engine.runner", "dcp_jax.engine.sampler", "dcp_jax.engine.buckets"),
     ("dcp_jax.engine",),
-    ("dcp_jax.llm", "dcp_jax.server"),
+    ("dcp_jax.llm", "dcp_jax.server", "dcp_jax.bench"),
     ("dcp_jax.cli",),
 ]
 
@@ -42,6 +42,13 @@ PLAIN = (
     "dcp_jax/plan/step.py",
     "dcp_jax/plan/tables.py",
     "dcp_jax/plan/workspace.py",
+    "dcp_jax/bench/__init__.py",
+    "dcp_jax/bench/cases.py",
+    "dcp_jax/bench/cost.py",
+    "dcp_jax/bench/records.py",
+    "dcp_jax/bench/search.py",
+    "dcp_jax/bench/tables.py",
+    "dcp_jax/bench/thresholds.py",
     "dcp_jax/cache/__init__.py",
     "dcp_jax/cache/allocator.py",
     "dcp_jax/cache/radix.py",

@@ -1,4 +1,4 @@
-"""The command line, `dcp-jax COMMAND`: generate, chat, explain, plan, selfcheck and others.
+"""The command line, `dcp-jax COMMAND`: generate, chat, explain, plan, selfcheck, bench and others.
 
 Option names are SGLang's, with vLLM's and LMDeploy's spellings as aliases. A refusal is one message
 on stderr and exit code 2.
@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from dcp_jax.cli.bench import COMMANDS as BENCH_COMMANDS
 from dcp_jax.cli.chat import Chat
 from dcp_jax.cli.engine import EngineArgs
 from dcp_jax.cli.parse import parse
@@ -143,6 +144,7 @@ def main(args: list[str] | None = None) -> None:
             "demo": Demo,
             **PLAN_COMMANDS,
             **CHECK_COMMANDS,
+            **BENCH_COMMANDS,
         },
         args,
         prog="dcp-jax",
