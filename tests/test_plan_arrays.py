@@ -33,7 +33,7 @@ from dcp_jax.plan import (
     workspace,
 )
 from dcp_jax.plan.exchange import MAX_NARROW_KEYS
-from dcp_jax.plan.limits import PREFILL_PATHS, Deployment
+from dcp_jax.plan.limits import Deployment
 from dcp_jax.plan.workspace import BUDGET
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import tiny_config
@@ -49,10 +49,6 @@ def abstract_params(model: Model) -> dict:
         return jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=NamedSharding(model.mesh, d.spec))
 
     return jax.tree.map(array, model.param_defs, is_leaf=lambda d: hasattr(d, "spec"))
-
-
-def test_every_prefill_path_is_planned():
-    assert set(PREFILL_PATHS) == set(PrefillPath)
 
 
 def test_constants_are_those_of_the_kernels():
@@ -286,9 +282,12 @@ def traced(cfg: ModelConfig, layout: Layout, shape: StepShape, options: dict[str
     return jax.jit(step, donate_argnums=1).trace(abstract_params(model), caches, batch), mesh
 
 
-@pytest.mark.parametrize("path", PREFILL_PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize("path", PrefillPath, ids=lambda path: path.value)
 def test_workspace_bounds_what_is_compiled(path):
-    """The peak of a prefill step at gathered heads: at least what XLA allocates, and not twice."""
+    """The peak of a prefill step at gathered heads: what XLA allocates, at least.
+
+    Ops in blocks are planned with their whole budget (64 MiB), which XLA need not use up here.
+    """
     cfg = tiny(
         num_hidden_layers=1,
         indexer_types=["full"],
@@ -303,7 +302,7 @@ def test_workspace_bounds_what_is_compiled(path):
     shape = StepShape(1, 1024, 64, path)
     program, _ = traced(cfg, layout, shape, {})
     measured = program.lower().compile().memory_analysis().temp_size_in_bytes
-    assert measured <= workspace(cfg, layout, shape).peak < 2 * measured
+    assert measured <= workspace(cfg, layout, shape).peak < 2 * measured + BUDGET
 
 
 def test_workspace_counts_gathered_heads():
