@@ -327,14 +327,13 @@ def test_a_step_that_is_interrupted_after_its_caches_were_given_away(alone, monk
     """The donated caches are gone, so the runner starts empty ones and stays usable."""
     runner = alone.engine.runner
     expected = greedy(alone, [PROMPTS[1]], max_tokens=2)
-    (key,) = [k for k in runner._programs if k[0][0] == (1, 1)][:1]
-    program = runner._programs[key]
+    for key, program in list(runner._programs.items()):
 
-    def run(*args):
-        program.run(*args)
-        raise KeyboardInterrupt
+        def run(*args, program=program):
+            program.run(*args)
+            raise KeyboardInterrupt
 
-    monkeypatch.setitem(runner._programs, key, program._replace(run=run))
+        monkeypatch.setitem(runner._programs, key, program._replace(run=run))
     with pytest.raises(KeyboardInterrupt):
         greedy(alone, [PROMPTS[1]], max_tokens=2)
     monkeypatch.undo()
