@@ -1,0 +1,1 @@
+"""Benchmarks of the engine: workloads, measurements, results with the keys of vLLM."""
