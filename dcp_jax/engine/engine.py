@@ -82,8 +82,10 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: it can never run, or the queue is full.
+            ValueError: it can never run, it has ended already, or the queue is full.
         """
+        if request.finished:
+            raise ValueError(f"a request that ended ({request.finish_reason}) cannot run again.")
         request_knobs(request)
         if request.params.prompt_logprobs is not None:
             self._to_score.append(request)
@@ -211,9 +213,9 @@ class Engine:
         if not self._to_score:
             return
         request = self._to_score[0]
-        prompt, count = request.prompt_token_ids, request.params.prompt_logprobs
+        prompt, count = request.prompt_token_ids, request.params.prompt_logprobs or 0
         pages = self.scheduler.reserve(len(prompt))
-        if pages is None or count is None:
+        if pages is None:
             return  # until some are free
         self._to_score.popleft()
         try:

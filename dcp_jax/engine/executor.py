@@ -172,19 +172,22 @@ class Executor:
             return wanted.rows
         return 1
 
-    def again(self, launch: Launch, newest: Sequence[int]) -> Launch:
+    def again(self, launch: Launch, newest: Sequence[int], gone: Sequence[bool]) -> Launch:
         """The same launch in full width: its rows are written anew.
 
         Args:
             launch: whose pruned candidates were not certified.
             newest: of a decode, the token that each row had before it.
+            gone: rows that have lost their pages since: they touch nothing.
         """
         self.runner.reruns += 1
         logger.info("pruned candidates were not certified: %s runs again", launch.wanted.name)
         tokens = launch.tokens
         if launch.wanted.decode:
             tokens = np.array(newest, np.int32)[:, None]
-        return self._launch(full_width(launch.wanted), tokens, launch.inputs)
+        inputs = launch.inputs.copy()
+        inputs[np.array(gone), :HEADER] = (self.nobody, 0, 0, self.nobody)
+        return self._launch(full_width(launch.wanted), tokens, inputs)
 
     def read(self, launch: Launch) -> tuple[Sampled, np.ndarray]:
         """Wait for a launch: numpy [N, rows] of tokens and more, and which rows are certified."""

@@ -147,9 +147,13 @@ class Ladder:
         self, tokens: int, pages: int, path: PrefillPath, *, full_width: bool = False
     ) -> Bucket:
         """The bucket of chunks of at most `tokens` tokens; its `rows` say how many go together."""
+        pages = _fit(self.pages, pages, "pages")
+        return Bucket(*self.chunk(tokens), pages, path, "full", full_width)
+
+    def chunk(self, tokens: int) -> tuple[int, int]:
+        """(rows, tokens) of the prefill step for chunks of `tokens` tokens."""
         size = _fit(tuple(size for _, size in self.chunks), tokens, "tokens of a chunk")
-        rows = next(rows for rows, chunk in self.chunks if chunk == size)
-        return Bucket(rows, size, _fit(self.pages, pages, "pages"), path, "full", full_width)
+        return next(chunk for chunk in self.chunks if chunk[1] == size)
 
     def largest(self) -> list[Bucket]:
         """One bucket per kind of step: with them compiled, every step can run."""

@@ -9,7 +9,8 @@ Launches run in their order, and that keeps this exact:
 * a request that ends is known one step late; its row of the step on its way is dropped, and its
   pages go to others by a later plan only, whose writes come after;
 * a launch whose pruned candidates were not certified runs again in full width, then its successor
-  runs again too: both write the same rows anew, and nothing of the wrong results is read.
+  runs again too: both write the same rows anew, and nothing of the wrong results is read. Rows of
+  requests whose pages the successor's plan gave to others are left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dcp_jax.engine.executor import FROM_SLOT, ChunkRow, DecodeRow, Executor, Launch
 from dcp_jax.engine.knobs import knobs_of, sampler_of
-from dcp_jax.engine.ladder import SAMPLERS
+from dcp_jax.engine.ladder import SAMPLERS, Sampler
 from dcp_jax.engine.reading import prefill_path
 from dcp_jax.engine.request import Request
 from dcp_jax.engine.sampler import Sampled
@@ -28,11 +29,10 @@ from dcp_jax.policy import PrefillPath, PrefillPolicy
 
 @dataclass
 class Part:
-    """One launch of a plan, and per row: whose it is, in which slot, how many tokens it draws."""
+    """One launch of a plan, and per row: whose it is, how many tokens it draws."""
 
     launch: Launch
     requests: list[Request]
-    slots: list[int]
     draws: list[int]
 
 
@@ -106,14 +106,14 @@ class Launcher:
                 for row in rows
             ]
             needed = {sampler_of(request.params) for request in requests}
-            sampler = next(name for name in reversed(SAMPLERS) if name in needed)
+            sampler: Sampler = next(name for name in reversed(SAMPLERS) if name in needed)
             draws = [row.steps for row in rows]
             self._start(flight, requests, draws, lambda: self.executor.decode(made, sampler))
         for batch, path in self._batches(chunks):
             read = [
                 ChunkRow(
                     chunk.request.slot,
-                    chunk.request.token_ids[chunk.start : chunk.start + chunk.length],
+                    chunk.request.tokens(chunk.start, chunk.start + chunk.length),
                     chunk.start,
                     chunk.request.pages,
                     chunk.last,
@@ -141,10 +141,14 @@ class Launcher:
             if certified.all():
                 continue
             again = True
-            for request, slot in zip(part.requests, part.slots, strict=True):
-                self.assign(request, slot)
+            # Those that lost their pages meanwhile draw the same token when they run again.
+            gone = [request.slot < 0 for request in part.requests]
+            for request in part.requests:
+                if request.slot >= 0:
+                    self.assign(request, request.slot)
             newest = [(r.output_token_ids or [0])[-1] for r in part.requests]
-            part.launch = self.executor.again(part.launch, newest)
+            part.launch = self.executor.again(part.launch, newest, gone)
+            part.draws = [0 if lost else n for n, lost in zip(part.draws, gone, strict=True)]
             results[i] = self.executor.read(part.launch)
         drawn = {
             request: Drawn(sampled, row, count)
@@ -184,21 +188,20 @@ class Launcher:
         except Exception as error:
             flight.failed.append((requests, error))
             return
-        flight.parts.append(Part(started, requests, [r.slot for r in requests], draws))
+        flight.parts.append(Part(started, requests, draws))
 
     def _batches(
         self, chunks: list[PrefillChunk]
     ) -> Iterator[tuple[list[PrefillChunk], PrefillPath]]:
         """Chunks that go together, with the path of each batch."""
+        executor, ladder = self.executor, self.executor.ladder
         waiting = sorted(chunks, key=lambda chunk: chunk.length, reverse=True)
         while waiting:
             longest, pages = waiting[0].length, max(len(c.request.pages) for c in waiting)
-            size = self.executor.ladder.prefill(longest, pages, PrefillPath.OWNED)
-            batch = [
-                c for c in waiting[: size.rows] if c.length * 4 > size.tokens or c is waiting[0]
-            ]
+            rows, tokens = ladder.chunk(longest)
+            batch = [c for c in waiting[:rows] if ladder.chunk(c.length)[1] == tokens]
             path = self._path(batch)
-            if self.executor.rows_together(longest, pages, path) < len(batch):
+            if executor.rows_together(longest, pages, path) < len(batch):
                 batch = batch[:1]
                 path = self._path(batch)
             yield batch, path
