@@ -74,6 +74,7 @@ class LLM:
         kernels: str | None = None,
         max_model_len: int | None = None,
         max_running_requests: int = 64,
+        max_queued_requests: int | None = None,
         chunked_prefill_size: int = 8192,
         decode_steps: int = 1,
         enable_prefix_caching: bool = True,
@@ -102,6 +103,7 @@ class LLM:
             kernels: implementation of every op; None or "auto" takes the best available.
             max_model_len: default: what the model allows and the pool holds.
             max_running_requests: sequences decoded together.
+            max_queued_requests: more than these may not wait: submitting one raises `QueueFull`.
             chunked_prefill_size: tokens of prompts per step.
             decode_steps: tokens that a decode launch draws for each request: more of them cost
                 fewer launches, and tokens arrive in groups.
@@ -142,6 +144,7 @@ class LLM:
             dcp_size=dcp_size,
             max_model_len=max_model_len,
             max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
             chunked_prefill_size=chunked_prefill_size,
             decode_steps=decode_steps,
             enable_prefix_caching=enable_prefix_caching,
@@ -229,6 +232,10 @@ class LLM:
                 dcp_size=dcp_size,
                 paths=possible_paths(policy, dcp_size),
             )
+        ladder.check(
+            rows=max_running_requests,
+            pages=pages_needed(self.max_model_len, page_size, dcp_size),
+        )
         executor = Executor(runner, ladder, slots=max_running_requests, decode_steps=decode_steps)
         scheduler = Scheduler(
             PagePool(spec.pages, page_size, dcp_size, share=enable_prefix_caching),
@@ -236,6 +243,7 @@ class LLM:
                 max_running_requests=max_running_requests,
                 chunked_prefill_size=min(chunked_prefill_size, ladder.chunks[-1][1]),
                 decode_steps=decode_steps,
+                max_queued_requests=max_queued_requests,
             ),
         )
         self.engine = Engine(executor, scheduler, policy)

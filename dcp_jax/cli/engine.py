@@ -45,6 +45,8 @@ class EngineArgs:
     """Tokens of a prompt and its continuation together."""
     max_running_requests: Annotated[int, aliases("--max-num-seqs", "--max-batch-size")] = 64
     """Sequences decoded together."""
+    max_queued_requests: int | None = None
+    """Requests that may wait; default: any number."""
     chunked_prefill_size: Annotated[
         int, aliases("--max-num-batched-tokens", "--max-prefill-token-num")
     ] = 8192

@@ -283,7 +283,12 @@ class Executor:
             if self._stop.is_set():
                 return
             if bucket not in self._programs:
-                self._programs[bucket] = self._compile(bucket)
+                try:
+                    self._programs[bucket] = self._compile(bucket)
+                except Exception:
+                    # Steps go on in the larger buckets that are compiled.
+                    logger.exception("%s could not be compiled in the background", bucket.name)
+                    return
 
     def _ready(self, wanted: Bucket) -> Bucket:
         """A compiled bucket for a step: its own, else a larger one, else its own compiled now."""

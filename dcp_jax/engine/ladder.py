@@ -129,6 +129,22 @@ class Ladder:
                 f"the sampler {SAMPLERS[-1]!r}."
             )
 
+    def check(self, *, rows: int, pages: int) -> None:
+        """Refuse a ladder without a bucket for the largest steps.
+
+        Raises:
+            ValueError: decode steps have more rows, or page tables more entries.
+        """
+        for name, size, largest in (
+            ("rows", rows, self.rows[-1]),
+            ("pages", pages, self.pages[-1]),
+        ):
+            if size > largest:
+                raise ValueError(
+                    f"the ladder's largest {name} are {largest} and steps may have {size}: give a "
+                    "ladder with that many, or lower max_running_requests or max_model_len."
+                )
+
     def decode(
         self, rows: int, pages: int, sampler: Sampler, *, full_width: bool = False
     ) -> Bucket:

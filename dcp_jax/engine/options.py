@@ -48,6 +48,7 @@ def option_problems(
     dcp_size,
     max_model_len,
     max_running_requests,
+    max_queued_requests,
     chunked_prefill_size,
     decode_steps,
     enable_prefix_caching,
@@ -78,6 +79,7 @@ def option_problems(
     count("dcp_size", dcp_size)
     count("max_model_len", max_model_len, optional=True)
     count("max_running_requests", max_running_requests)
+    count("max_queued_requests", max_queued_requests, optional=True)
     count("chunked_prefill_size", chunked_prefill_size)
     count("decode_steps", decode_steps)
     count("page_size", page_size)

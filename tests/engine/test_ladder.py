@@ -68,5 +68,8 @@ def test_what_no_bucket_holds_is_refused():
     found = ladder()
     with pytest.raises(ValueError, match="65 rows is larger than the largest bucket, 64"):
         found.decode(65, 1, "greedy")
+    with pytest.raises(ValueError, match="largest pages are 256 and steps may have 257"):
+        found.check(rows=64, pages=257)
+    found.check(rows=64, pages=256)
     with pytest.raises(ValueError, match="at least one size of each kind"):
         Ladder(rows=(), chunks=((1, 8),), pages=(1,), paths=BOTH)
