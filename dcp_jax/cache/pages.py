@@ -1,7 +1,9 @@
 """Who has which page of the pool: free, in the prefix cache, or held by one request. No jax."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dcp_jax.cache.allocator import PageAllocator
 from dcp_jax.cache.radix import Node, RadixCache
@@ -10,17 +12,25 @@ from dcp_jax.dcp.layout import pages_needed
 
 @dataclass
 class Holding:
-    """Pages of one sequence, in order: first shared ones (the tree's), then its own.
+    """Pages of one sequence, in order.
 
     Attributes:
         pages: all of them; only appended to while the sequence runs.
-        nodes: the tree's nodes of the first pages.
-        private: its pages enter the tree no more, as another sequence's equal page has.
+        nodes: the tree's nodes of its first pages. A node has the sequence's own page or, where
+            another sequence computed the same tokens first, that one's.
+        salt: sequences with different salts share nothing.
     """
 
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    private: bool = False
+    salt: str = ""
+
+    @property
+    def own(self) -> list[int]:
+        """Pages that are not the tree's: the last ones, and doubles of the tree's."""
+        shared = len(self.nodes)
+        doubles = [p for p, node in zip(self.pages, self.nodes, strict=False) if node.page != p]
+        return doubles + self.pages[shared:]
 
 
 class PagePool:
@@ -30,6 +40,7 @@ class PagePool:
         pages: how many there are.
         page_tokens: tokens of a page over all ranks.
         tree: the prefix cache; empty if `share` is off.
+        returned: how often pages were given back; `available` grows at no other time.
     """
 
     def __init__(self, pages: int, page_size: int, dcp_size: int, *, share: bool = True):
@@ -38,6 +49,7 @@ class PagePool:
         self.share = share
         self.tree = RadixCache(self.page_tokens)
         self.allocator = PageAllocator(pages)
+        self.returned = 0
         self._sizes = page_size, dcp_size
 
     @property
@@ -65,43 +77,45 @@ class PagePool:
     def free(self, pages: Sequence[int]) -> None:
         """Give back pages that `allocate` gave."""
         self.allocator.free(pages)
+        self.returned += 1
 
-    def open(self, tokens: Sequence[int]) -> Holding:
+    def open(self, tokens: Sequence[int], salt: str = "") -> Holding:
         """Pages of the longest cached prefix of a sequence, at least one token less than it."""
-        nodes = self.tree.match(tokens) if self.share else []
-        return Holding([node.page for node in nodes], nodes)
+        nodes = self.tree.match(tokens, salt) if self.share else []
+        return Holding([node.page for node in nodes], nodes, salt)
 
     def grow(self, holding: Holding, tokens: int) -> bool:
         """Pages for `tokens` tokens in all; False if there are not enough, and nothing changes."""
-        missing = self.needed(tokens) - len(holding.pages)
-        if missing <= 0:
+        if tokens <= len(holding.pages) * self.page_tokens:
             return True
-        pages = self.allocate(missing)
+        pages = self.allocate(self.needed(tokens) - len(holding.pages))
         if pages is None:
             return False
         holding.pages.extend(pages)
         return True
 
-    def publishable(self, holding: Holding, computed: int) -> bool:
-        """Whether the first `computed` tokens fill a page that is not shared yet."""
-        full = (len(holding.nodes) + 1) * self.page_tokens <= computed
-        return full and self.share and not holding.private
+    def publish(
+        self, holding: Holding, computed: int, tokens: Callable[[int, int], Sequence[int]]
+    ) -> None:
+        """Let others share the full pages among the first tokens.
 
-    def publish(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
-        """Let others share the full pages among the first `computed` tokens."""
-        size = self.page_tokens
-        while self.publishable(holding, computed):
-            i = len(holding.nodes)
-            before = holding.nodes[-1] if i else None
-            node = self.tree.extend(before, tokens[i * size : (i + 1) * size], holding.pages[i])
-            if node is None:
-                holding.private = True
-            else:
-                holding.nodes.append(node)
+        Args:
+            holding: of the sequence.
+            computed: tokens whose cache rows are known to be written.
+            tokens: gives those at start..stop-1 of the sequence.
+        """
+        nodes, size = holding.nodes, self.page_tokens
+        start, stop = len(nodes) * size, computed // size * size
+        if start >= stop or not self.share:
+            return
+        new = tokens(start, stop)
+        for at in range(0, stop - start, size):
+            before, page = nodes[-1] if nodes else None, holding.pages[len(nodes)]
+            nodes.append(self.tree.extend(before, new[at : at + size], page, holding.salt))
 
     def close(self, holding: Holding) -> None:
         """Give everything back; what was published stays in the tree until it is evicted."""
-        self.free(holding.pages[len(holding.nodes) :])
+        self.free(holding.own)
         self.tree.release(holding.nodes)
         holding.pages, holding.nodes = [], []
 
@@ -109,7 +123,7 @@ class PagePool:
         """Empty the tree, whose pages hold nothing any more; nobody may hold any of it."""
         self.free([self.tree.evict() for _ in range(self.tree.unused)])
 
-    def check(self, holdings: Sequence[Holding] = (), reserved: int = 0) -> None:
+    def check(self, holdings: Sequence[Holding] = (), reserved: Sequence[int] = ()) -> None:
         """Every page is free, in the tree, or held by exactly one sequence.
 
         Args:
@@ -117,19 +131,22 @@ class PagePool:
             reserved: pages allocated for others.
 
         Raises:
-            AssertionError: pages are lost, or in two places.
+            AssertionError: pages are lost or in two places, or a count is wrong.
         """
-        own = [page for h in holdings for page in h.pages[len(h.nodes) :]]
-        shared = [node.page for node in self.tree.nodes()]
-        users = [node for h in holdings for node in h.nodes]
-        assert len(set(own + shared)) == len(own) + len(shared), "a page is in two places"
-        assert len(own) + len(shared) + reserved + self.allocator.available == self.pages, (
-            f"of {self.pages} pages {len(own)} are held, {len(shared)} in the tree, {reserved} "
-            f"reserved and {self.allocator.available} free"
+        nodes = list(self.tree.nodes())
+        own = [page for h in holdings for page in h.own]
+        shared = [node.page for node in nodes]
+        free = self.allocator.free_pages
+        assert sorted([*own, *shared, *reserved, *free]) == list(range(self.pages)), (
+            f"of {self.pages} pages {len(own)} are held, {len(shared)} in the tree, "
+            f"{len(reserved)} reserved and {len(free)} free: some are lost or in two places"
         )
-        assert len(shared) == self.tree.size
-        assert self.tree.unused == sum(node.users == 0 for node in self.tree.nodes())
-        for node in self.tree.nodes():
-            assert node.users == users.count(node), "a node has other users than it counts"
+        assert len(nodes) == self.tree.size
+        assert sum(node.users == 0 for node in nodes) == self.tree.unused
+        users = Counter(id(node) for h in holdings for node in h.nodes)
+        assert users.keys() <= {id(node) for node in nodes}, "an evicted node is held"
+        for node in nodes:
+            assert node.users == users[id(node)], "a node has other users than it counts"
         for h in holdings:
-            assert [node.page for node in h.nodes] == h.pages[: len(h.nodes)]
+            path = all(after.parent is before for before, after in pairwise(h.nodes))
+            assert path, "nodes are no path of the tree"

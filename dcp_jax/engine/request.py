@@ -19,6 +19,7 @@ class Request:
         seed: uint32, of the noise.
         eos_token_ids: tokens that end a text.
         text: detokenizer and stop strings; None without a tokenizer.
+        cache_salt: prefixes are shared with requests of the same salt only.
         output_token_ids: generated so far; the last one is not in the cache yet.
         logprobs: of the generated tokens and their most likely alternatives, if asked for.
         prompt_logprobs: the same of the prompt; None for its first token.
@@ -27,7 +28,8 @@ class Request:
             token.
         error: what ended it, if a step failed.
         cached_tokens: of the prompt, found in the prefix cache when it first ran.
-        slot: while it runs: its place on the devices. The scheduler's, as what follows is.
+        added: the scheduler has it, or had it. The scheduler's, as what follows is.
+        slot: while it runs: its place on the devices; else -1.
         holding: its pages.
         launched: tokens whose cache rows are written by launches so far; computed: by those that
             were read.
@@ -41,6 +43,7 @@ class Request:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     text: TextStream | None = None
+    cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     cached_tokens: int = 0
+    added: bool = False
     slot: int = -1
     holding: Holding = field(default_factory=Holding)
     launched: int = 0
@@ -74,6 +78,19 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and generated tokens."""
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens in the cache at most: the last one that is generated is not read again."""
+        return len(self.prompt_token_ids) + self.limit - 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop-1 of prompt and generated ones, without a copy of the others."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        generated = self.output_token_ids[max(start - prompt, 0) : stop - prompt]
+        return self.prompt_token_ids[start:] + generated
 
     def append(self, token: int) -> None:
         """Add a generated token and see whether it ends the request."""

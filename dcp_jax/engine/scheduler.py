@@ -6,37 +6,23 @@ the latest one gives its pages back and is read again later (what it published m
 prefix cache), so the oldest always ends.
 
 Plans are made before the last step's tokens are known: a request counts as longer by its `pending`
-tokens. What cannot be known, that one of them ends it, costs one row that nobody reads.
+tokens. What cannot be known, that one of them ends it, costs one row that nobody reads. Launches
+run in their order, so that pages can be given back as soon as a request ends: whoever gets them
+writes them by a later launch, after any row still on its way. And such rows lie beyond the tokens
+that were read, so that no page of the prefix cache has any of them.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dcp_jax.cache.pages import Holding, PagePool
 from dcp_jax.engine.request import Request
+from dcp_jax.engine.scheduler_options import SchedulerOptions
 from dcp_jax.engine.step_plan import DecodeRow, PrefillChunk, StepPlan
 
 
 class QueueFull(ValueError):
     """More requests wait than the engine accepts."""
-
-
-@dataclass(frozen=True)
-class SchedulerOptions:
-    """Limits.
-
-    Attributes:
-        max_running_requests: requests that have a slot.
-        chunked_prefill_size: tokens of prompts per step, rows of decode included.
-        decode_steps: tokens that a decode row draws, at most.
-        max_queued_requests: more than these may not wait; None for no limit.
-    """
-
-    max_running_requests: int = 64
-    chunked_prefill_size: int = 8192
-    decode_steps: int = 1
-    max_queued_requests: int | None = None
 
 
 class Scheduler:
@@ -47,6 +33,7 @@ class Scheduler:
         waiting: in order of arrival.
         running: likewise; each has a slot.
         preemptions: how often a running request had to give its pages back.
+        reserved: pages of sequences outside the scheduler.
     """
 
     def __init__(self, pool: PagePool, options: SchedulerOptions):
@@ -55,8 +42,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        self.reserved = 0
+        self.reserved: set[int] = set()
         self._slots = list(range(options.max_running_requests - 1, -1, -1))
+        # The first of the queue when it did not fit, and what `pool.returned` was then.
+        self._refused: tuple[Request, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -68,7 +57,7 @@ class Scheduler:
 
         Raises:
             QueueFull: as many as allowed wait already.
-            ValueError: it would never fit the pool.
+            ValueError: it would never fit the pool, or was added before.
         """
         most = self.options.max_queued_requests
         if most is not None and len(self.waiting) >= most:
@@ -76,12 +65,15 @@ class Scheduler:
                 f"{len(self.waiting)} requests wait already: try again later, or raise "
                 "max_queued_requests."
             )
-        tokens = len(request.prompt_token_ids) + request.limit - 1
-        if self.pool.needed(tokens) > self.pool.pages:
+        needed = self.pool.needed(request.most_tokens)
+        if needed > self.pool.pages:
             raise ValueError(
-                f"a request of {tokens} tokens needs {self.pool.needed(tokens)} pages and the pool "
-                f"has {self.pool.pages}: shorten it, or raise max_total_tokens."
+                f"a request of {request.most_tokens} tokens needs {needed} pages and the pool has "
+                f"{self.pool.pages}: shorten it, or raise max_total_tokens."
             )
+        if request.added or request.finished:
+            raise ValueError("this request was submitted or aborted before: make a new one.")
+        request.added = True
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -98,12 +90,12 @@ class Scheduler:
     def reserve(self, tokens: int) -> list[int] | None:
         """Pages for a sequence outside the scheduler; None if there are not enough now."""
         pages = self.pool.allocate(self.pool.needed(tokens))
-        self.reserved += len(pages or ())
+        self.reserved.update(pages or ())
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back what `reserve` gave."""
-        self.reserved -= len(pages)
+        self.reserved.difference_update(pages)
         self.pool.free(pages)
 
     def preempt_all(self) -> None:
@@ -116,12 +108,16 @@ class Scheduler:
 
     def check(self) -> None:
         """Every page is accounted for (see `PagePool.check`)."""
-        self.pool.check([request.holding for request in self.running], self.reserved)
+        self.pool.check([request.holding for request in self.running], list(self.reserved))
 
     # -- planning ------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to launch before tokens are read."""
+        """The next step; None if there is nothing to launch before tokens are read.
+
+        One step may be on its way: `apply` takes the plans in their order, each before the plan
+        after the next is made.
+        """
         plan = StepPlan()
         chunk, before = self.options.chunked_prefill_size, self.preemptions
         # Many decode rows leave at least half of the budget to prompts.
@@ -144,7 +140,7 @@ class Scheduler:
             steps = min(self.options.decode_steps, left)
             if steps > 0 and self._make_room(request, launched + steps):
                 in_flight = request.pending > 0
-                plan.decode.append(DecodeRow(request, launched, steps, in_flight, request.runs))
+                plan.decode.append(DecodeRow(request, launched, steps, in_flight))
                 request.launched += steps
                 request.pending += steps
             return 0
@@ -152,17 +148,21 @@ class Scheduler:
         if tokens <= 0 or not self._make_room(request, launched + tokens):
             return 0
         last = launched + tokens == length
-        plan.chunks.append(PrefillChunk(request, launched, tokens, last, request.runs))
+        plan.chunks.append(PrefillChunk(request, launched, tokens, last))
         request.launched += tokens
         request.pending += last
         return tokens
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         """Give the first waiting request a slot, if its tokens and one more fit now."""
-        holding = self.pool.open(request.token_ids)
-        missing = self.pool.needed(request.length + 1) - len(holding.pages)
+        if self._refused == (request, self.pool.returned):
+            return False  # nothing was given back since
+        holding = self.pool.open(request.token_ids, request.cache_salt)
+        wanted = min(request.length + 1, request.most_tokens)
+        missing = self.pool.needed(wanted) - len(holding.pages)
         if missing > self.pool.available and self.running:
             self.pool.close(holding)
+            self._refused = request, self.pool.returned
             return False
         self.waiting.popleft()
         request.holding, request.slot = holding, self._slots.pop()
@@ -210,8 +210,9 @@ class Scheduler:
                 taken += 1
                 if request.finished:
                     break
-            # One that was preempted meanwhile keeps its tokens, and has no rows any more.
-            if row.run == request.runs and request.slot >= 0:
+            # One that was preempted meanwhile keeps its tokens, and has no rows any more. It has
+            # not got a slot again: the plan that preempts admits nobody.
+            if request.slot >= 0:
                 decode = isinstance(row, DecodeRow)
                 request.computed = row.start + (taken if decode else row.length)
                 request.pending -= row.steps if decode else row.last
@@ -238,5 +239,4 @@ class Scheduler:
         request.slot = -1
 
     def _publish(self, request: Request) -> None:
-        if self.pool.publishable(request.holding, request.computed):
-            self.pool.publish(request.holding, request.token_ids, request.computed)
+        self.pool.publish(request.holding, request.computed, request.tokens)

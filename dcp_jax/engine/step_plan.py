@@ -14,14 +14,12 @@ class DecodeRow(NamedTuple):
         start: tokens in the cache before.
         steps: tokens to draw.
         in_flight: its newest token was drawn by a launch that has not been read.
-        run: which of the request's runs this belongs to.
     """
 
     request: Request
     start: int
     steps: int
     in_flight: bool
-    run: int
 
 
 class PrefillChunk(NamedTuple):
@@ -31,7 +29,6 @@ class PrefillChunk(NamedTuple):
     start: int
     length: int
     last: bool
-    run: int
 
 
 @dataclass
