@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "AsyncLLM": "dcp_jax.async_llm",
     "Batch": "dcp_jax.dcp.step",
     "LLM": "dcp_jax.llm",
     "Model": "dcp_jax.model",
