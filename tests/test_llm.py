@@ -334,7 +334,7 @@ def test_caches_live_where_the_mesh_says(llm):
 def test_a_step_that_is_interrupted_after_its_caches_were_given_away(alone, monkeypatch):
     """The donated caches are gone, so the engine starts empty ones and stays usable."""
     expected = greedy(alone, [PROMPTS[1]], max_tokens=2)
-    programs = alone.engine.executor._programs
+    programs = alone.engine.executor.programs.compiled
 
     def interrupted(program):
         def run(*args):

@@ -28,4 +28,4 @@ def test_the_serving_loop(monkeypatch, capsys):
     assert len(lines) == 3
     assert all(request.finished for request in names["texts"])
     assert all(0 < len(tokens) <= 8 for tokens in names["texts"].values())
-    assert not names["llm"].engine.executor.compiling
+    assert not names["llm"].engine.executor.programs.compiling

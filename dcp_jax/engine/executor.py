@@ -1,4 +1,4 @@
-"""Launches the engine's steps without waiting for them: the ladder's executables and the slots.
+"""Launches the engine's steps without waiting for them, on the slots.
 
 One launch is one executable over rows of one kind: a chunk of a few prompts, or one or several
 decode steps of every running request. Launches run in their order, so a request may be launched
@@ -6,37 +6,25 @@ again before its token was read: the token is in its slot.
 """
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
-from dcp_jax.engine.ladder import Bucket, Ladder, Sampler, full_width, smallest_holding
+from dcp_jax.engine.ladder import Bucket, Ladder, Sampler, full_width
+from dcp_jax.engine.programs import NOTED, Programs, arguments
 from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sampler import Sampled
-from dcp_jax.engine.served import (
-    HEADER,
-    SAMPLER_OPTIONS,
-    Carry,
-    Drawn,
-    Fixed,
-    serve_decode,
-    serve_prefill,
-)
-from dcp_jax.engine.slots import Knobs, Slots, default_knobs, fresh_slots, load_slot, note_tokens
-from dcp_jax.mesh import DCP
+from dcp_jax.engine.served import HEADER, Drawn
+from dcp_jax.engine.slots import Knobs, Slots, default_knobs, fresh_slots
 from dcp_jax.policy import PrefillPath
 
 logger = logging.getLogger(__name__)
 
 FROM_SLOT = -1  # a decode row's token that only the devices know yet
-_NOTED = 1024  # tokens noted at a time
 
 
 class DecodeRow(NamedTuple):
@@ -77,12 +65,13 @@ class Launch(NamedTuple):
 
 
 class Executor:
-    """Owner of the slots and of the ladder's executables; the caches are the runner's.
+    """Owner of the slots; the caches are the runner's.
 
     Attributes:
         ladder: sizes that steps are compiled for.
         decode_steps: tokens that a decode launch draws for each row, at most.
         nobody: the slot that no request has.
+        programs: the ladder's executables.
     """
 
     def __init__(self, runner: Runner, ladder: Ladder, *, slots: int, decode_steps: int = 1):
@@ -90,18 +79,10 @@ class Executor:
         self.ladder = ladder
         self.decode_steps = decode_steps
         self.nobody = slots
-        self._mesh = runner.model.mesh
-        self._everywhere = NamedSharding(self._mesh, PartitionSpec())
         self._slots = self._fresh()
-        # Shapes and shardings: what is compiled in the background must not hold live arrays.
-        self._shapes = _shapes((runner.params, runner.cache, self._slots))
+        self.programs = Programs(runner, self._slots, decode_steps)
         self._tables = np.full((slots + 1, ladder.pages[-1]), -1, np.int32)
         self._known = [0] * (slots + 1)
-        self._programs: dict[Bucket, Any] = {}
-        self._small: dict[str, Any] = {}
-        self._warm = False
-        self._compiler: threading.Thread | None = None
-        self._stop = threading.Event()
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -125,10 +106,10 @@ class Executor:
         self._known[slot] = 0
         if knobs is None:
             return
-        self._slots = self._program_of("load", load_slot)(self._slots, np.int32(slot), knobs)
-        for start in range(0, max(len(prompt), len(generated)), _NOTED):
-            parts = [_noted(tokens[start : start + _NOTED]) for tokens in (prompt, generated)]
-            self._slots = self._program_of("note", note_tokens)(self._slots, np.int32(slot), *parts)
+        self._slots = self.programs.load(self._slots, np.int32(slot), knobs)
+        for start in range(0, max(len(prompt), len(generated)), NOTED):
+            parts = [_noted(tokens[start : start + NOTED]) for tokens in (prompt, generated)]
+            self._slots = self.programs.note(self._slots, np.int32(slot), *parts)
 
     def reset(self) -> None:
         """Empty caches and slots, after a launch that took them with it."""
@@ -138,7 +119,7 @@ class Executor:
         self._known = [0] * len(self._known)
 
     def _fresh(self) -> Slots:
-        return fresh_slots(self.nobody, self.runner.model.cfg.vocab_size, self._mesh)
+        return fresh_slots(self.nobody, self.runner.model.cfg.vocab_size, self.runner.model.mesh)
 
     # -- launches ------------------------------------------------------------------------------
 
@@ -154,7 +135,7 @@ class Executor:
         """A chunk of each row's prompt; at most as many rows as `rows_together` says."""
         longest = max(len(row.tokens) for row in rows)
         wanted = self.ladder.prefill(longest, max(len(row.pages) for row in rows), path)
-        if self._warm:
+        if self.programs.warm:
             wanted = replace(wanted, rows=len(rows))
         tokens = np.zeros((len(rows), longest), np.int32)
         for i, row in enumerate(rows):
@@ -168,7 +149,7 @@ class Executor:
     def rows_together(self, tokens: int, pages: int, path: PrefillPath) -> int:
         """How many chunks of at most `tokens` tokens one launch takes now."""
         wanted = self.ladder.prefill(tokens, pages, path)
-        if not self._warm or smallest_holding(wanted, list(self._programs)) is not None:
+        if not self.programs.warm or self.programs.holds(wanted):
             return wanted.rows
         return 1
 
@@ -208,7 +189,7 @@ class Executor:
         return np.concatenate([np.array(header, np.int32), tables], axis=1)
 
     def _launch(self, wanted: Bucket, tokens: np.ndarray, inputs: np.ndarray) -> Launch:
-        bucket = self._ready(wanted)
+        bucket = self.programs.ready(wanted)
         drawn = self._run(bucket, *self._padded(bucket, tokens, inputs))
         for leaf in jax.tree.leaves(drawn):
             leaf.copy_to_host_async()
@@ -225,8 +206,8 @@ class Executor:
         return all_tokens, all_inputs
 
     def _run(self, bucket: Bucket, tokens: np.ndarray, inputs: np.ndarray) -> Drawn:
-        program, slots = self._programs[bucket], self._slots
-        carry, fixed = _arguments(self.runner.cache, slots, bucket.sampler)
+        program, slots = self.programs.compiled[bucket], self._slots
+        carry, fixed = arguments(self.runner.cache, slots, bucket.sampler)
         drawn, carry = program(self.runner.params, carry, fixed, tokens, inputs)
         generated = slots.generated if carry.generated is None else carry.generated
         self.runner.cache = carry.cache
@@ -235,132 +216,33 @@ class Executor:
 
     # -- executables ---------------------------------------------------------------------------
 
-    @property
-    def compiled(self) -> list[Bucket]:
-        """Buckets that are ready."""
-        return list(self._programs)
-
-    @property
-    def compiling(self) -> bool:
-        """Whether the rest of the ladder is being compiled in the background."""
-        return self._compiler is not None and self._compiler.is_alive()
-
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compile what every step can run in, run it once, then compile the rest meanwhile.
 
         From now on a step never waits for its own bucket: it runs in a larger one.
         """
+        self.programs.close()
         first = self.ladder.largest()
         for bucket in tqdm(first, desc="compile", unit="step", disable=not use_tqdm):
-            self._ready(bucket)
+            self.programs.ready(bucket)
             # The first collective of each size sets up its channels: not during a request.
-            self._run_empty(bucket)
+            jax.block_until_ready(self._run(bucket, *self._padded(bucket, (), ())))
         self.assign(self.nobody, default_knobs(), prompt=(0,))
-        self._warm = True
-        rest = [bucket for bucket in self.ladder.buckets() if bucket not in self._programs]
-        if self._mesh.shape[DCP] > 1:
+        rest = self.ladder.buckets()
+        if self.runner.dcp_size > 1:
             rest += [full_width(b) for b in first if b.path is PrefillPath.OWNED]
-        self._stop.clear()
-        self._compiler = threading.Thread(
-            target=self._compile_all, args=(rest,), name="dcp-jax-compile", daemon=True
-        )
-        self._compiler.start()
+        self.programs.compile_meanwhile(rest)
 
     def wait_compiled(self) -> None:
         """Wait until the whole ladder is compiled."""
-        if self._compiler is not None:
-            self._compiler.join()
+        self.programs.wait()
 
     def close(self) -> None:
         """Stop compiling in the background; waits for the executable in progress."""
-        self._stop.set()
-        if self._compiler is not None:
-            self._compiler.join()
-            self._compiler = None
-
-    def _compile_all(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            if self._stop.is_set():
-                return
-            if bucket not in self._programs:
-                try:
-                    self._programs[bucket] = self._compile(bucket)
-                except Exception:
-                    # Steps go on in the larger buckets that are compiled.
-                    logger.exception("%s could not be compiled in the background", bucket.name)
-                    return
-
-    def _ready(self, wanted: Bucket) -> Bucket:
-        """A compiled bucket for a step: its own, else a larger one, else its own compiled now."""
-        if wanted in self._programs:
-            return wanted
-        larger = smallest_holding(wanted, list(self._programs)) if self._warm else None
-        if larger is None:
-            self._programs[wanted] = self._compile(wanted)
-        return larger or wanted
-
-    def _compile(self, bucket: Bucket) -> Any:
-        runner = self.runner
-        params, cache, slots = self._shapes
-        carry, fixed = _arguments(cache, slots, bucket.sampler)
-        opts = replace(runner.opts, path=bucket.path)
-        if bucket.full_width:
-            opts = replace(opts, candidates="full")
-        static = (runner.model, runner.spec, opts, bucket.sampler)
-        serve = (
-            partial(serve_decode, *static, self.decode_steps)
-            if bucket.decode
-            else partial(serve_prefill, *static)
-        )
-        tokens = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), np.int32)
-        rows = jax.ShapeDtypeStruct((bucket.rows, HEADER + bucket.pages), np.int32)
-        # Results keep the shardings of what they replace, so that the next launch takes them.
-        updated = jax.tree.map(lambda leaf: leaf.sharding, carry)
-        compiled = runner.compile(
-            serve,
-            *(params, carry, fixed, tokens, rows),
-            donate=1,
-            out_shardings=(self._everywhere, updated),
-        )
-        logger.info("compiled %s", bucket.name)
-        return compiled
-
-    def _run_empty(self, bucket: Bucket) -> None:
-        jax.block_until_ready(self._run(bucket, *self._padded(bucket, (), ())))
-
-    def _program_of(self, name: str, function) -> Any:
-        """A small program on the slots, compiled when it is first needed."""
-        if name not in self._small:
-            slots = self._shapes[2]
-            number = jax.ShapeDtypeStruct((), np.int32)
-            tokens = jax.ShapeDtypeStruct((_NOTED,), np.int32)
-            args = (_shapes(default_knobs()),) if name == "load" else (tokens, tokens)
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, slots)
-            self._small[name] = self.runner.compile(
-                function, slots, number, *args, donate=0, out_shardings=shardings
-            )
-        return self._small[name]
-
-
-def _arguments(cache, slots: Slots, sampler: Sampler) -> tuple[Carry, Fixed]:
-    """What an executable of this sampler takes of the slots (or of their shapes)."""
-    options = SAMPLER_OPTIONS[sampler]
-    counted = options is not None and options.penalties
-    carry = Carry(cache, slots.token, slots.generated if counted else None)
-    return carry, Fixed(
-        None if options is None else slots.knobs, slots.in_prompt if counted else None
-    )
-
-
-def _shapes(tree: Any) -> Any:
-    def shape(leaf):
-        sharding = getattr(leaf, "sharding", None)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(shape, tree)
+        self.programs.close()
 
 
 def _noted(tokens: Sequence[int]) -> np.ndarray:
-    array = np.full(_NOTED, -1, np.int32)
+    array = np.full(NOTED, -1, np.int32)
     array[: len(tokens)] = tokens
     return array

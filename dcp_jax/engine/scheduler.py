@@ -118,22 +118,27 @@ class Scheduler:
         One step may be on its way: `apply` takes the plans in their order, each before the plan
         after the next is made.
         """
-        plan = StepPlan()
-        chunk, before = self.options.chunked_prefill_size, self.preemptions
-        # Many decode rows leave at least half of the budget to prompts.
-        budget = max(chunk - len(self.running), (chunk + 1) // 2)
+        plan, read, before = StepPlan(), 0, self.preemptions
         for request in list(self.running):
             if request.slot >= 0:  # else it gave its pages to one before it
-                budget -= self._continue(request, plan, budget)
-        while self.waiting and budget > 0 and self._slots and self.preemptions == before:
-            if not self._admit(self.waiting[0], plan):
+                read += self._continue(request, plan, read)
+        while self.waiting and self._slots and read < self._budget(plan):
+            if self.preemptions != before or not self._admit(self.waiting[0], plan):
                 break
-            budget -= self._continue(self.running[-1], plan, budget)
+            read += self._continue(self.running[-1], plan, read)
         plan.admitted = [request for request in plan.admitted if request.slot >= 0]
         return plan if plan.decode or plan.chunks else None
 
-    def _continue(self, request: Request, plan: StepPlan, budget: int) -> int:
-        """Add a running request's next row or chunk; tokens of the budget that it took."""
+    def _budget(self, plan: StepPlan) -> int:
+        """Tokens of prompts; many decode rows leave at least half to them."""
+        chunk = self.options.chunked_prefill_size
+        return max(chunk - len(plan.decode), (chunk + 1) // 2)
+
+    def _continue(self, request: Request, plan: StepPlan, read: int) -> int:
+        """Add a running request's next row, or a chunk after the `read` tokens of others; its size.
+
+        All that decode come before any that reads its prompt, as both keep the order of arrival.
+        """
         length, launched = request.length + request.pending, request.launched
         if request.pending or (request.output_token_ids and launched == length - 1):
             left = request.limit - len(request.output_token_ids) - request.pending
@@ -144,7 +149,7 @@ class Scheduler:
                 request.launched += steps
                 request.pending += steps
             return 0
-        tokens = min(budget, length - launched)
+        tokens = min(self._budget(plan) - read, length - launched)
         if tokens <= 0 or not self._make_room(request, launched + tokens):
             return 0
         last = launched + tokens == length

@@ -251,7 +251,7 @@ def mixed_kinds(llm, count: int = 20, seed: int = 2):
 
 def test_uncertified_steps_run_again_and_nothing_compiles_or_leaks(warm, alone, compiled):
     """Whatever was on its way is launched again, penalties included; all programs are there."""
-    assert not warm.engine.executor.compiling
+    assert not warm.engine.executor.programs.compiling
     requests = mixed_kinds(warm)
     reruns, arrays = warm.engine.runner.reruns, None
     for half in (requests[:10], requests[10:]):

@@ -284,6 +284,6 @@ def test_1000_requests_equal_each_alone(service: Service):
             assert request.finish_reason == ("stop" if stopped else "length")
     assert scheduler.preemptions > 40
     assert (aborted > 50) == (service.abort > 0)
-    assert (device.wasted > 50) == (service.lag > 0)
+    assert (device.wasted > 20) == (service.lag > 0)
     assert any(request.cached_tokens for request in requests) == service.share
     assert scheduler.pool.in_use == 0
