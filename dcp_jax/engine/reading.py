@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.engine.paths import parallelism, prefill_options
 from dcp_jax.engine.runner import Row, Runner, StepResult
 from dcp_jax.policy import PrefillPath, PrefillPolicy
@@ -40,5 +41,9 @@ def read_prompt(
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         how = prefill_options(policy, group, [start], [len(part)])
-        result = runner.step([Row(part, start, pages)], **how, **changes)
+        # The dense path reads every page of its table: none that later chunks will fill.
+        dense = how["path"] is PrefillPath.MHA_ONE_SHOT
+        needed = pages_needed(start + len(part), runner.spec.page_size, runner.dcp_size)
+        row = Row(part, start, pages[:needed] if dense else pages)
+        result = runner.step([row], **how, **changes)
         yield Chunk(start, len(part), how["path"], result)

@@ -38,9 +38,10 @@ FLOAT32, FP8 = "float32", "fp8_e4m3"
 MHA, GATHERED = PrefillPath.MHA_ONE_SHOT, PrefillPath.GATHERED
 SPLIT, OWNED = PrefillPath.GATHERED_SPLIT_INDEXER, PrefillPath.OWNED
 # Of logits with a deviation of 2: float32 measured 2e-5. In FP8 caches (e4m3, and bf16 for k_pe) of
-# layers above the first a value may round the other way: 3e-3 measured, 1e-4 in the mean.
-ATOL = {FLOAT32: 2e-4, FP8: 2e-2}
-MEAN = {FLOAT32: 1e-5, FP8: 1e-3}
+# layers above the first a value may round the other way, by up to 1/16: single logits were off
+# by 2e-2 then, and rows by 1e-3 in the mean.
+ATOL = {FLOAT32: 2e-4, FP8: 6e-2}
+MEAN = {FLOAT32: 1e-5, FP8: 5e-3}
 MARGIN = 1e-4
 MOST_EXCLUDED = 0.03
 
