@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
-from dcp_jax import hf_config
+from dcp_jax import hf_config, quantization
 
 _CHECKPOINT_DTYPES = ("float32", "bfloat16")
 
@@ -187,14 +187,7 @@ def _problems(c: ModelConfig) -> Iterator[str]:
             _CHECKPOINT_DTYPES
         )
     if c.quantization is not None:
-        method = c.quantization.get("quant_method")
-        block = c.quantization.get("weight_block_size")
-        if method != "fp8" or block not in ([128, 128], (128, 128)):
-            yield (
-                f"quantization with quant_method={method!r} and weight_block_size={block!r} is not "
-                "implemented: convert the checkpoint to bfloat16, or to 'fp8' in blocks of "
-                "[128, 128]"
-            )
+        yield from quantization.problems(c.quantization)
 
 
 def _layer_problems(c: ModelConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from dcp_jax.cache import pool
 from dcp_jax.cache.pool import CacheSpec, KVCache
+from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import INDEX_CACHES, Batch, StepOptions
 from dcp_jax.mesh import DCP
@@ -33,7 +34,14 @@ def load_params(directory: str | Path, model: Model, *, progress: bool = False) 
     """
     if is_orbax(directory):
         return load_orbax(directory, model.param_defs, model.mesh)
-    return load_hf(directory, model.cfg, model.param_defs, model.mesh, progress=progress)
+    return load_hf(
+        directory,
+        model.cfg,
+        model.param_defs,
+        model.mesh,
+        convert=ModelConfig.from_hf(directory).quantization is None,
+        progress=progress,
+    )
 
 
 def check_arrays(params: dict, defs: dict) -> None:

@@ -6,7 +6,7 @@ One `shard_map` surrounds all of it; every collective inside is written out in `
 import contextlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,14 @@ from dcp_jax.layers.decoder import DecoderLayer
 from dcp_jax.layers.indexer import Selection
 from dcp_jax.layers.norms import rms_norm
 from dcp_jax.layers.param import param
+from dcp_jax.layers.quantized import hold_in_blocks
 from dcp_jax.layers.rope import rope_table
 from dcp_jax.layers.sizes import Sizes
 from dcp_jax.layers.vocab import argmax_token, embed, local_logits
 from dcp_jax.mesh import DCP, TP, tp_size
 from dcp_jax.mtp import NextN
+from dcp_jax.quantization import Blocks, activation_scales
+from dcp_jax.weights.mapping import quantized_params
 
 
 class Transformer(nnx.Module):
@@ -96,17 +99,38 @@ class Model:
         mesh: axes (`dp`, `model`, `dcp`).
         dtype: of activations and weights; float32 computes with highest matmul precision.
         with_mtp: also hold the NextN layer's parameters.
+        activation_scheme: "dynamic" quantises what meets an e4m3 weight, as the release prescribes.
+
+    With a quantised config, the weights that its checkpoint has in blocks are held in blocks; but a
+    float32 model holds every weight in float32, dequantised: the reference of all others.
     """
 
     cfg: ModelConfig
     mesh: Mesh
     dtype: jnp.dtype
     with_mtp: bool = False
+    activation_scheme: Literal["none", "dynamic"] = "none"
+
+    @cached_property
+    def blocks(self) -> dict[str, Blocks]:
+        """Path -> blocks of the parameters that are held in blocks."""
+        if self.dtype == jnp.float32:
+            return {}
+        return quantized_params(self.cfg, with_mtp=self.with_mtp)
 
     @cached_property
     def _abstract(self) -> tuple[Any, nnx.State]:
         sizes = Sizes.padded(self.cfg, tp_size(self.mesh))
-        return params_lib.abstract(lambda: Transformer(self.cfg, sizes, self.dtype, self.with_mtp))
+        dynamic = self.cfg.quantization is not None and self.activation_scheme == "dynamic"
+        scales = activation_scales(self.cfg.quantization) if dynamic else None
+
+        def build() -> Transformer:
+            module = Transformer(self.cfg, sizes, self.dtype, self.with_mtp)
+            for path, blocks in self.blocks.items():
+                hold_in_blocks(module, path, blocks, scales)
+            return module
+
+        return params_lib.abstract(build)
 
     @cached_property
     def param_defs(self) -> dict:

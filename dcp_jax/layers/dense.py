@@ -13,6 +13,7 @@ from dcp_jax.cache.pool import CacheSpec, KVCache
 from dcp_jax.dcp.step import DcpStep, StepOptions
 from dcp_jax.layers.gathered import Chunks, gather_chunk
 from dcp_jax.layers.linear import einsum
+from dcp_jax.layers.quantized import BlockWeight
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.kv_layout import dequantize, quantize_latent
 from pallas_kernels.sparse_mla import LatentPool
@@ -24,8 +25,8 @@ def attend_dense(
     k_pe: Float[Array, "B T R"],
     cache: KVCache,
     base: int,
-    w_uk: Float[Array, "H n C"],
-    w_uv: Float[Array, "H v C"],
+    w_uk: Float[Array, "H n C"] | BlockWeight,
+    w_uv: Float[Array, "H v C"] | BlockWeight,
     *,
     scale: float,
     spec: CacheSpec,

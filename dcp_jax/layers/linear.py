@@ -1,21 +1,33 @@
-"""Matrix products: operands in the activations' dtype, sums in float32."""
+"""Matrix products: operands in the activations' dtype, sums in float32.
+
+A weight is an array, or held in blocks. By one in blocks, a matrix product goes tile by tile
+(`pallas_kernels/block_gemm.py`), and only the absorbed up-projections, small matrices per head, are
+dequantised whole, as the released implementations do.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dcp_jax.layers.quantized import BlockWeight, Weight, block_matmul, matmul_axes
 
-def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+
+def einsum(spec: str, x: Float[Array, "..."], w: Weight) -> Float[Array, "..."]:
     """`jnp.einsum` accumulated in float32 and returned in x's dtype."""
     return einsum32(spec, x, w).astype(x.dtype)
 
 
-def einsum32(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+def einsum32(spec: str, x: Float[Array, "..."], w: Weight) -> Float[Array, "..."]:
     """`jnp.einsum` with float32 sums; narrower operands are multiplied as they are, exactly.
 
     XLA on CPU has no kernel for some products of bfloat16 (it fails when they run), so there the
     operands are widened first: the same products, the same sums.
     """
+    if isinstance(w, BlockWeight):
+        lead = matmul_axes(spec)
+        if lead is not None:
+            return block_matmul(x, w, lead)
+        w = w.dequantized(x.dtype)
 
     def product(x, w):
         return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
@@ -29,7 +41,7 @@ def einsum32(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float
     return jax.lax.platform_dependent(x, w, cpu=widened, default=product)
 
 
-def linear(x: Float[Array, "*N D"], w: Float[Array, "O D"]) -> Float[Array, "*N O"]:
+def linear(x: Float[Array, "*N D"], w: Float[Array, "O D"] | BlockWeight) -> Float[Array, "*N O"]:
     """`x @ w.T`: weights are stored [out, in], as in a checkpoint."""
     return einsum("...d,od->...o", x, w)
 

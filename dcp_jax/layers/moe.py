@@ -13,6 +13,7 @@ from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.collectives import tp_sum
 from dcp_jax.layers.linear import einsum
 from dcp_jax.layers.param import param
+from dcp_jax.layers.quantized import BlockWeight
 
 # Tokens per block of the grouped product: at most this many share one read of an expert's weights.
 MAX_BLOCK = 128
@@ -36,7 +37,9 @@ class SwiGLU(nnx.Module):
 
 
 def swiglu(
-    x: Float[Array, "*N d"], gate_up: Float[Array, "2 I d"], down: Float[Array, "d I"]
+    x: Float[Array, "*N d"],
+    gate_up: Float[Array, "2 I d"] | BlockWeight,
+    down: Float[Array, "d I"] | BlockWeight,
 ) -> Float[Array, "*N d"]:
     """SwiGLU of given weights."""
     gate, up = einsum("...d,id->...i", x, gate_up[0]), einsum("...d,id->...i", x, gate_up[1])
@@ -75,8 +78,8 @@ def grouped_swiglu(
     x: Float[Array, "N d"],
     experts: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate_up: Float[Array, "E 2 I d"],
-    down: Float[Array, "E d I"],
+    gate_up: Float[Array, "E 2 I d"] | BlockWeight,
+    down: Float[Array, "E d I"] | BlockWeight,
 ) -> Float[Array, "N d"]:
     """Weighted sum of each token's experts, multiplying by the hit experts only.
 

@@ -2,7 +2,7 @@
 
 A parameter is a stack of pieces (none, {gate, up}, or experts x {gate, up}); a piece is one tensor,
 reshaped, and cut to a window of one axis. `Source` is one table row with the numbers of a config
-put in, and reads any box of the parameter from only the bytes of that box.
+put in, and says which part of which tensor any box of the parameter is.
 
 Invariant: shapes here are the checkpoint's own ("logical"); padding is the loader's business.
 """
@@ -10,13 +10,15 @@ Invariant: shapes here are the checkpoint's own ("logical"); padding is the load
 import itertools
 import math
 import re
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.weights.safetensors_file import Checkpoint
+from dcp_jax.quantization import Blocks, block_format, kept_modules
+
+Cuts = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Rule:
             tensor has merged into one and the parameter has apart.
         window: (axis, start, stop), in symbols, of the part that this parameter takes.
         when: the kind of layer that has the parameter ("full", "dense", "sparse"), or always.
+        quantized: a quantised checkpoint has it in blocks: the projections, unlike embedding, head,
+            router, norms, index weights and what joins the MTP layer's halves.
     """
 
     param: str
@@ -38,6 +42,7 @@ class Rule:
     dims: str
     window: tuple[str, str, str] | None = None
     when: str = "always"
+    quantized: bool = False
 
 
 GATE_UP = ("gate", "up")
@@ -51,21 +56,39 @@ ROOT_RULES = (
 LAYER_RULES = (
     Rule("input_layernorm", "input_layernorm.weight", "d"),
     Rule("post_attention_layernorm", "post_attention_layernorm.weight", "d"),
-    Rule("attn/q_a_proj", "self_attn.q_a_proj.weight", "Q d"),
+    Rule("attn/q_a_proj", "self_attn.q_a_proj.weight", "Q d", quantized=True),
     Rule("attn/q_a_layernorm", "self_attn.q_a_layernorm.weight", "Q"),
-    Rule("attn/q_b_proj", "self_attn.q_b_proj.weight", "(H NR) Q"),
-    Rule("attn/kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", "CR d"),
+    Rule("attn/q_b_proj", "self_attn.q_b_proj.weight", "(H NR) Q", quantized=True),
+    Rule("attn/kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", "CR d", quantized=True),
     Rule("attn/kv_a_layernorm", "self_attn.kv_a_layernorm.weight", "C"),
-    Rule("attn/w_uk", "self_attn.kv_b_proj.weight", "(H NV) C", window=("NV", "0", "N")),
-    Rule("attn/w_uv", "self_attn.kv_b_proj.weight", "(H NV) C", window=("NV", "N", "NV")),
-    Rule("attn/o_proj", "self_attn.o_proj.weight", "d (H v)"),
-    Rule("attn/indexer/wq_b", "self_attn.indexer.wq_b.weight", "(Hi D) Q", when="full"),
-    Rule("attn/indexer/wk", "self_attn.indexer.wk.weight", "D d", when="full"),
+    Rule(
+        "attn/w_uk",
+        "self_attn.kv_b_proj.weight",
+        "(H NV) C",
+        window=("NV", "0", "N"),
+        quantized=True,
+    ),
+    Rule(
+        "attn/w_uv",
+        "self_attn.kv_b_proj.weight",
+        "(H NV) C",
+        window=("NV", "N", "NV"),
+        quantized=True,
+    ),
+    Rule("attn/o_proj", "self_attn.o_proj.weight", "d (H v)", quantized=True),
+    Rule(
+        "attn/indexer/wq_b",
+        "self_attn.indexer.wq_b.weight",
+        "(Hi D) Q",
+        when="full",
+        quantized=True,
+    ),
+    Rule("attn/indexer/wk", "self_attn.indexer.wk.weight", "D d", when="full", quantized=True),
     Rule("attn/indexer/weights_proj", "self_attn.indexer.weights_proj.weight", "Hi d", when="full"),
     Rule("attn/indexer/k_norm_weight", "self_attn.indexer.k_norm.weight", "D", when="full"),
     Rule("attn/indexer/k_norm_bias", "self_attn.indexer.k_norm.bias", "D", when="full"),
-    Rule("mlp/gate_up_proj", "mlp.{gate_up}_proj.weight", "I d", when="dense"),
-    Rule("mlp/down_proj", "mlp.down_proj.weight", "d I", when="dense"),
+    Rule("mlp/gate_up_proj", "mlp.{gate_up}_proj.weight", "I d", when="dense", quantized=True),
+    Rule("mlp/down_proj", "mlp.down_proj.weight", "d I", when="dense", quantized=True),
     Rule("mlp/gate", "mlp.gate.weight", "E d", when="sparse"),
     Rule("mlp/e_score_correction_bias", "mlp.gate.e_score_correction_bias", "E", when="sparse"),
     Rule(
@@ -73,15 +96,29 @@ LAYER_RULES = (
         "mlp.experts.{expert}.{gate_up}_proj.weight",
         "Im d",
         when="sparse",
+        quantized=True,
     ),
-    Rule("mlp/experts_down", "mlp.experts.{expert}.down_proj.weight", "d Im", when="sparse"),
+    Rule(
+        "mlp/experts_down",
+        "mlp.experts.{expert}.down_proj.weight",
+        "d Im",
+        when="sparse",
+        quantized=True,
+    ),
     Rule(
         "mlp/shared/gate_up_proj",
         "mlp.shared_experts.{gate_up}_proj.weight",
         "Is d",
         when="sparse",
+        quantized=True,
     ),
-    Rule("mlp/shared/down_proj", "mlp.shared_experts.down_proj.weight", "d Is", when="sparse"),
+    Rule(
+        "mlp/shared/down_proj",
+        "mlp.shared_experts.down_proj.weight",
+        "d Is",
+        when="sparse",
+        quantized=True,
+    ),
 )
 
 # The form that Hugging Face holds in memory, taken instead when the checkpoint has it.
@@ -146,6 +183,8 @@ class Source:
         view_shape: the same elements with merged axes apart.
         start: where the parameter's window begins, for each axis of the view.
         piece_shape: size of the window.
+        merged: for each axis of the tensor, how many axes of the view it is.
+        quantized: whether a quantised checkpoint has these tensors in blocks.
     """
 
     names: tuple[str, ...]
@@ -154,29 +193,63 @@ class Source:
     view_shape: tuple[int, ...]
     start: tuple[int, ...]
     piece_shape: tuple[int, ...]
+    merged: tuple[int, ...]
+    quantized: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter without padding."""
         return self.stack_shape + self.piece_shape
 
-    def read(self, checkpoint: Checkpoint, box: Sequence[slice], out: np.ndarray) -> None:
-        """Copies `parameter[box]` into `out`, converting to its dtype; reads no other bytes.
+    def pieces(self, box: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str, Cuts]]:
+        """The tensors behind `parameter[box]`.
 
         Args:
-            checkpoint: has every tensor of `names`, of shape `tensor_shape`.
             box: one slice with start and stop per axis, inside `shape`.
-            out: array of the box's shape.
+
+        Yields:
+            Where in the box a tensor's part stands, the tensor's name, and its part: slices over
+            the axes of `view_shape`.
         """
         stacked = len(self.stack_shape)
-        inner = tuple(
+        cuts = tuple(
             slice(cut.start + first, cut.stop + first)
             for cut, first in zip(box[stacked:], self.start, strict=True)
         )
         for place in np.ndindex(*(cut.stop - cut.start for cut in box[:stacked])):
             at = [cut.start + i for cut, i in zip(box[:stacked], place, strict=True)]
             name = self.names[int(np.ravel_multi_index(at, self.stack_shape)) if stacked else 0]
-            out[place] = checkpoint.read(name, inner, self.view_shape)
+            yield place, name, cuts
+
+    def blocks(self, block: tuple[int, int]) -> tuple[int, ...]:
+        """How many values of each axis of the parameter share a scale.
+
+        `block` is that of the tensor. Where the tensor has merged axes, its blocks straddle the
+        borders of the inner one (heads of 192 rows in blocks of 128): the largest piece that
+        straddles none, there and at the window's start, is the parameter's block.
+        """
+        found, axis = [1] * len(self.stack_shape), -1
+        for size, merged in zip(block, self.merged, strict=True):
+            axis += merged
+            inner = math.gcd(size, self.start[axis])
+            if merged > 1:
+                inner = math.gcd(inner, self.view_shape[axis])
+            found += [*[1] * (merged - 1), inner]
+        return tuple(found)
+
+    def packed(self, values_per_byte: int) -> "Source":
+        """The same, of bytes that hold several values of the last axis each."""
+
+        def last(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*sizes[:-1], sizes[-1] // values_per_byte)
+
+        return replace(
+            self,
+            tensor_shape=last(self.tensor_shape),
+            view_shape=last(self.view_shape),
+            start=last(self.start),
+            piece_shape=last(self.piece_shape),
+        )
 
 
 def resolve(rule: Rule, dims: dict[str, int], tensor_prefix: str = "") -> Source:
@@ -189,9 +262,11 @@ def resolve(rule: Rule, dims: dict[str, int], tensor_prefix: str = "") -> Source
     )
     tensor_shape: list[int] = []
     symbols: list[str] = []
+    merged: list[int] = []
     for axis in re.findall(r"\(.*?\)|\S+", rule.dims):
         parts = axis.strip("()").split()
         symbols += parts
+        merged.append(len(parts))
         tensor_shape.append(math.prod(dims[part] for part in parts))
     view_shape = tuple(dims[symbol] for symbol in symbols)
     start, stop = [0] * len(symbols), list(view_shape)
@@ -206,6 +281,8 @@ def resolve(rule: Rule, dims: dict[str, int], tensor_prefix: str = "") -> Source
         view_shape=view_shape,
         start=tuple(start),
         piece_shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
+        merged=tuple(merged),
+        quantized=rule.quantized,
     )
 
 
@@ -242,6 +319,23 @@ def sources(
         add(MTP_PREFIX, layer, MTP_RULES, {"always"})
         add(MTP_LAYER_PREFIX, layer, LAYER_RULES, _kinds(cfg, layer))
     return found
+
+
+def quantized_params(cfg: ModelConfig, *, with_mtp: bool) -> dict[str, Blocks]:
+    """Path -> blocks of the parameters that the config's quantised checkpoint has in blocks.
+
+    Those whose rule says so and none of whose tensors is listed as not quantised; none without a
+    `quantization_config`.
+    """
+    stored = block_format(cfg.quantization)
+    if cfg.quantization is None or stored is None:
+        return {}
+    is_kept = kept_modules(cfg.quantization)
+    return {
+        path: Blocks(stored.kind, source.blocks(stored.block))
+        for path, source in sources(cfg, with_mtp=with_mtp).items()
+        if source.quantized and not any(map(is_kept, source.names))
+    }
 
 
 def _kinds(cfg: ModelConfig, layer: int) -> set[str]:

@@ -10,6 +10,7 @@ ValueError that names the file.
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ class TensorFile:
     def __post_init__(self) -> None:
         """Parses and checks the header; maps the file without reading its data."""
         self.tensors = _read_header(self.path)
+        self._lock = threading.Lock()
         self._map = np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)
 
     def read(
@@ -87,7 +89,8 @@ class TensorFile:
         info = self.tensors[name]
         data = self._map[info.begin : info.end].view(_DTYPES[info.dtype])
         part = data.reshape(info.shape if view_shape is None else view_shape)[(*index, ...)]
-        self.bytes_read += part.nbytes
+        with self._lock:
+            self.bytes_read += part.nbytes
         return part
 
 
@@ -131,6 +134,10 @@ class Checkpoint:
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._file_of[name].tensors[name]
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._file_of[name].path
 
     def read(
         self,
@@ -213,7 +220,8 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path} is corrupt: its header is not a safetensors header ({error!r}); download it"
             " again"
         ) from error
-    for info in tensors.values():
+    filled = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
         if info.dtype not in _DTYPES:
             raise ValueError(
                 f"{path}: tensor {info.name} has the dtype {info.dtype}, which is not known; known"
@@ -234,4 +242,10 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
                 f"{path} is corrupt: tensor {info.name} ({info.dtype}, {list(info.shape)}) takes"
                 f" {wanted} bytes, and its offsets span {info.end - info.begin}; download it again"
             )
+        if info.begin < filled:
+            raise ValueError(
+                f"{path} is corrupt: the bytes of tensor {info.name} from {info.begin} on are also"
+                " another tensor's; download it again"
+            )
+        filled = info.end
     return tensors
