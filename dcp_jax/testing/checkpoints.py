@@ -8,7 +8,7 @@ a standard deviation of about 2, so greedy tokens do not hang on the last bit.
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,32 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.nda
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Float32: norms near 1, biases small, a unit embedding, matrices scaled by their fan-in."""
-    normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(
-        shape, dtype=np.float32
-    )
-    if name.endswith("bias"):
-        return 0.1 * normal
-    if len(shape) == 1:
-        return 1 + 0.1 * normal
-    if name.endswith("embed_tokens.weight"):
-        return normal
+    (whole,) = random_rows(name, shape, seed, shape[0])
+    return whole
+
+
+def random_rows(
+    name: str, shape: tuple[int, ...], seed: int, rows: int
+) -> Iterator[np.ndarray]:
+    """A tensor in pieces of `rows` along its first axis; the values do not depend on `rows`.
+
+    Float32: norms near 1, biases small, a unit embedding, matrices scaled by their fan-in.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    centre, spread = random_scale(name, shape)
+    for start in range(0, shape[0], rows):
+        size = (min(rows, shape[0] - start), *shape[1:])
+        yield centre + spread * rng.standard_normal(size, dtype=np.float32)
+
+
+def random_scale(name: str, shape: tuple[int, ...]) -> tuple[np.float32, np.float32]:
+    """Mean and standard deviation of a tensor's values, by its name and shape."""
     gain = next((gain for end, gain in _GAINS.items() if name.endswith(end)), 1.0)
-    return gain / math.sqrt(shape[-1]) * normal
+    centre, spread = 0.0, gain / math.sqrt(shape[-1])
+    if name.endswith("bias"):
+        spread = 0.1
+    elif len(shape) == 1:
+        centre, spread = 1.0, 0.1
+    elif name.endswith("embed_tokens.weight"):
+        spread = 1.0
+    return np.float32(centre), np.float32(spread)

@@ -24,7 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 # A header of the largest released checkpoint is a few MB; the format's own limit is 100 MB.
 _MAX_HEADER_BYTES = 100_000_000
 
-_DTYPES = {
+# By the names of the format.
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -87,7 +88,7 @@ class TensorFile:
             view_shape: another shape of as many elements (default: the tensor's own).
         """
         info = self.tensors[name]
-        data = self._map[info.begin : info.end].view(_DTYPES[info.dtype])
+        data = self._map[info.begin : info.end].view(DTYPES[info.dtype])
         part = data.reshape(info.shape if view_shape is None else view_shape)[(*index, ...)]
         with self._lock:
             self.bytes_read += part.nbytes
@@ -222,17 +223,17 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         ) from error
     filled = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
-        if info.dtype not in _DTYPES:
+        if info.dtype not in DTYPES:
             raise ValueError(
                 f"{path}: tensor {info.name} has the dtype {info.dtype}, which is not known; known"
-                f" are {', '.join(_DTYPES)}"
+                f" are {', '.join(DTYPES)}"
             )
         if info.end > size:
             raise ValueError(
                 f"{path} is truncated: it has {size} bytes, and tensor {info.name} ends at byte"
                 f" {info.end}; download it again"
             )
-        wanted = math.prod(info.shape) * _DTYPES[info.dtype].itemsize
+        wanted = math.prod(info.shape) * DTYPES[info.dtype].itemsize
         if (
             info.begin < data_start
             or info.end - info.begin != wanted
