@@ -10,6 +10,7 @@ constant of the step (as in the reference). `PrefillPath.GATHERED` and `dcp_comm
 differentiable in every dtype, `dcp_comm="a2a"` in float32.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import INDEX_CACHES, Batch, StepOptions
 from dcp_jax.mesh import DCP
 from dcp_jax.model import Model, StepOutput
+from dcp_jax.quantization import E4M3, FP8_CONFIG, block_format
 from dcp_jax.weights.hf import flatten, load_hf
 from dcp_jax.weights.orbax import is_orbax, load_orbax
 
@@ -42,6 +44,47 @@ def load_params(directory: str | Path, model: Model, *, progress: bool = False) 
         convert=ModelConfig.from_hf(directory).quantization is None,
         progress=progress,
     )
+
+
+def with_quantization(
+    cfg: ModelConfig,
+    quantization: str | None,
+    activation_scheme: str = "none",
+    dtype: str = "bfloat16",
+) -> ModelConfig:
+    """The config that `--quantization` and `--activation-scheme` ask for.
+
+    Args:
+        cfg: of the checkpoint.
+        quantization: "fp8" holds what the checkpoint has unquantised in e4m3 blocks; None and
+            "none" change nothing.
+        activation_scheme: "dynamic" needs e4m3 weights.
+        dtype: that the model computes in.
+
+    Raises:
+        ValueError: the checkpoint is quantised otherwise, or its weights are not e4m3, or the model
+            holds every weight in float32.
+    """
+    if dtype == "float32" and (quantization == "fp8" or activation_scheme == "dynamic"):
+        raise ValueError(
+            f"quantization={quantization!r} and activation_scheme={activation_scheme!r} have no "
+            "effect on a float32 model, which holds every weight in float32: leave them out, or "
+            "use dtype='bfloat16'."
+        )
+    stored = block_format(cfg.quantization)
+    if quantization == "fp8" and stored is None:
+        cfg, stored = replace(cfg, quantization=FP8_CONFIG), E4M3
+    if quantization == "fp8" and stored != E4M3:
+        raise ValueError(
+            "quantization='fp8' is not what the checkpoint has, which is MXFP4: leave it out."
+        )
+    if activation_scheme == "dynamic" and stored != E4M3:
+        raise ValueError(
+            "activation_scheme='dynamic' multiplies e4m3 by e4m3, and the checkpoint's weights are "
+            f"{'MXFP4' if stored else cfg.dtype}: leave it out"
+            + ("." if stored else ", or hold the weights in e4m3 with quantization='fp8'.")
+        )
+    return cfg
 
 
 def check_arrays(params: dict, defs: dict) -> None:

@@ -27,7 +27,7 @@ from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.engine.sequence import Sequence
 from dcp_jax.engine.text import TextStream
-from dcp_jax.functional import check_arrays, load_params
+from dcp_jax.functional import check_arrays, load_params, with_quantization
 from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import AXES, DCP, make_mesh, tp_size
@@ -38,6 +38,7 @@ from dcp_jax.refusals import check_keywords
 from dcp_jax.reports import ExplainReport, PromptLogprobs
 from dcp_jax.scoring import explain, score
 from dcp_jax.tokenizer import Tokenizer, load_tokenizer
+from dcp_jax.weights.random import random_params
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class LLM:
         tp: int = 1,
         dcp_size: int = 1,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        quantization: Literal["none", "fp8"] | None = None,
+        activation_scheme: Literal["auto", "none", "dynamic"] = "auto",
         kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto",
         prefill_policy: PrefillPolicy | None = None,
         dcp_comm: Literal["auto", "a2a", "ag_rs"] = "auto",
@@ -73,6 +76,7 @@ class LLM:
         max_total_tokens: int | None = None,
         seed: int = 0,
         params: dict | None = None,
+        random_weights: bool = False,
         mesh: Mesh | None = None,
         progress: bool = False,
         **unknown: Any,
@@ -83,7 +87,12 @@ class LLM:
             model: a Hugging Face or Orbax checkpoint directory; with `params`, its config suffices.
             tp: devices in all that the weights are spread over.
             dcp_size: how many of them share the tokens of the caches; divides `tp`.
-            dtype: of weights and activations; "float32" computes with highest precision.
+            dtype: of weights and activations; "float32" computes with highest precision, and holds
+                the weights of a quantised checkpoint dequantised: the reference.
+            quantization: "fp8" holds the projections of an unquantised checkpoint in e4m3 blocks; a
+                quantised one is held as it is stored, with or without it.
+            activation_scheme: "dynamic" quantises what meets an e4m3 weight too, to e4m3 in 1 x 128
+                blocks, as the releases prescribe; "none" multiplies in bfloat16. "auto" is "none".
             kv_cache_dtype: of both caches; "auto" is float32 with dtype float32, else bf16.
             prefill_policy: thresholds of the prefill paths.
             dcp_comm: collectives of the merge of partial attention outputs.
@@ -99,6 +108,7 @@ class LLM:
             max_total_tokens: size of the pool over all ranks; default: what fits.
             seed: of the seeds of requests that name none.
             params: arrays already in memory, as `weights.load_hf` returns them.
+            random_weights: make weights up on the devices; only the config of `model` is read.
             mesh: an existing mesh; replaces `tp` and `dcp_size`.
             progress: show a bar while weights load.
             **unknown: refused: by a sentence if other engines have the option, else by name.
@@ -118,6 +128,8 @@ class LLM:
         policy = prefill_policy or PrefillPolicy()
         options = check_options(
             dtype=dtype,
+            quantization=quantization,
+            activation_scheme=activation_scheme,
             kv_cache_dtype=kv_cache_dtype,
             dcp_comm=dcp_comm,
             index_cache=index_cache,
@@ -141,10 +153,17 @@ class LLM:
         self._template_tokens = load_template_tokens(directory) if directory else None
         self.generation_config = GenerationConfig.from_hf(directory or {})
         self.eos_token_ids = self.generation_config.united_eos(self.config.eos_token_ids)
-        if directory is None and params is None:
+        if directory is None and params is None and not random_weights:
             raise ValueError(
-                "model is a ModelConfig without params: give a directory or the params."
+                "model is a ModelConfig without params: give a directory, the params, or "
+                "random_weights=True."
             )
+        if params is not None and random_weights:
+            raise ValueError(
+                "random_weights=True has no effect with params: leave one of them out."
+            )
+        compute = self.config.dtype if dtype == "auto" else dtype
+        self.config = with_quantization(self.config, quantization, activation_scheme, compute)
         if max_model_len is not None and max_model_len > self.config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds the model's max_position_embeddings="
@@ -154,10 +173,12 @@ class LLM:
         if mesh is None:
             ensure_devices(tp)
             mesh = make_mesh(tp, dcp_size)
-        compute = self.config.dtype if dtype == "auto" else dtype
-        self.model = Model(self.config, mesh, jnp.dtype(compute))
+        scheme = "dynamic" if activation_scheme == "dynamic" else "none"
+        self.model = Model(self.config, mesh, jnp.dtype(compute), activation_scheme=scheme)
         if params is not None:
             check_arrays(params, self.model.param_defs)
+        elif random_weights:
+            params = random_params(self.model, seed, progress=progress)
         else:
             assert directory is not None
             params = load_params(directory, self.model, progress=progress)

@@ -121,8 +121,8 @@ class Model:
     @cached_property
     def _abstract(self) -> tuple[Any, nnx.State]:
         sizes = Sizes.padded(self.cfg, tp_size(self.mesh))
-        dynamic = self.cfg.quantization is not None and self.activation_scheme == "dynamic"
-        scales = activation_scales(self.cfg.quantization) if dynamic else None
+        dynamic = self.activation_scheme == "dynamic"
+        scales = activation_scales(self.cfg.quantization or {}) if dynamic else None
 
         def build() -> Transformer:
             module = Transformer(self.cfg, sizes, self.dtype, self.with_mtp)

@@ -164,10 +164,19 @@ TABLE: tuple[Refusal, ...] = (
         alternative="--kv-cache-dtype bf16",
     ),
     Refusal(
-        ("--quantization", "-q", "--quantization-param-path", "--torchao-config"),
-        "weights are float32 or bfloat16, and quantised checkpoints (block fp8, NVFP4, AWQ, GPTQ) "
-        "are not read",
-        "the bfloat16 checkpoint without the flag",
+        ("--quantization", "-q"),
+        "weights are quantised to e4m3 in 128 x 128 blocks and no other way, and of quantised "
+        "checkpoints FP8 blocks and Quark's MXFP4 are read, which their config says by itself",
+        "fp8",
+        lambda value: asked(value) and value != "fp8",
+        alternative="the checkpoint's FP8 or bfloat16 release without the flag",
+        ours=True,
+    ),
+    Refusal(
+        ("--quantization-param-path", "--torchao-config"),
+        "scales of weights come with the checkpoint, and those of activations are dynamic",
+        _LEAVE_OUT,
+        alternative="--quantization fp8",
     ),
     Refusal(
         ("--dtype",),
@@ -366,6 +375,7 @@ TABLE: tuple[Refusal, ...] = (
         "weights are read from a local directory whose format shows by itself",
         "a directory with safetensors or an Orbax checkpoint",
         other_than("auto", "safetensors", "none"),
+        alternative="--random-weights for made-up ones",
     ),
     Refusal(
         ("--trust-remote-code",),

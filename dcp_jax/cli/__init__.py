@@ -1,4 +1,4 @@
-"""The command line, `dcp-jax COMMAND`: generate, chat, explain, plan, selfcheck and others.
+"""The command line, `dcp-jax COMMAND`: generate, chat, explain, convert, plan and others.
 
 Option names are SGLang's, with vLLM's and LMDeploy's spellings as aliases. A refusal is one message
 on stderr and exit code 2.
@@ -16,6 +16,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from dcp_jax.cli.chat import Chat
+from dcp_jax.cli.convert import COMMANDS as CONVERT_COMMANDS
 from dcp_jax.cli.engine import EngineArgs
 from dcp_jax.cli.parse import parse
 from dcp_jax.cli.plan import COMMANDS as PLAN_COMMANDS
@@ -141,6 +142,7 @@ def main(args: list[str] | None = None) -> None:
             "chat": Chat,
             "explain": Explain,
             "demo": Demo,
+            **CONVERT_COMMANDS,
             **PLAN_COMMANDS,
             **CHECK_COMMANDS,
         },

@@ -33,6 +33,12 @@ class EngineArgs:
     """How many of them share the tokens of the caches; divides tp."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 computes with highest precision."""
+    quantization: Annotated[Literal["none", "fp8"], aliases("-q")] = "none"
+    """fp8: hold the projections of an unquantised checkpoint in FP8 blocks."""
+    activation_scheme: Literal["auto", "none", "dynamic"] = "auto"
+    """dynamic: quantise what meets an FP8 weight as well; auto: none."""
+    random_weights: bool = False
+    """Make weights up on the devices; only config.json is read."""
     kv_cache_dtype: Literal["auto", "float32", "bf16", "bfloat16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches."""
     dcp_comm: Annotated[Literal["auto", "a2a", "ag_rs"], aliases("--dcp-comm-backend")] = "auto"
@@ -57,7 +63,9 @@ class EngineArgs:
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(default_factory=PrefillPolicy)
+    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(
+        default_factory=PrefillPolicy
+    )
     """Thresholds of the prefill paths."""
 
     def load(self, prompts: list, *, generate: int, needs_tokenizer: bool = False):

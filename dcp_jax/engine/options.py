@@ -21,6 +21,8 @@ KV_CACHE_DTYPES = {
 # Grows with the kernels: an implementation that no op has yet is refused here, not while tracing.
 KERNELS = ("xla",)
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = (None, "none", "fp8")
+ACTIVATION_SCHEMES = ("auto", "none", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def _is_count(value) -> bool:
 def option_problems(
     *,
     dtype,
+    quantization,
+    activation_scheme,
     kv_cache_dtype,
     dcp_comm,
     index_cache,
@@ -58,13 +62,27 @@ def option_problems(
 
     def choice(name, value, allowed):
         if not any(value == one for one in allowed):
-            problems.append(f"{name}={value!r} is not supported: use one of {sorted(allowed)}")
+            problems.append(
+                f"{name}={value!r} is not supported: use one of {sorted(allowed, key=str)}"
+            )
 
     def count(name, value, optional=False):
         if not (_is_count(value) or (optional and value is None)):
             problems.append(f"{name}={value!r} is not a count: give a whole number of at least 1")
 
     choice("dtype", dtype, DTYPES)
+    choice("quantization", quantization, QUANTIZATIONS)
+    choice("activation_scheme", activation_scheme, ACTIVATION_SCHEMES)
+    if dtype == "float32" and quantization == "fp8":
+        problems.append(
+            f"quantization={quantization!r} has no effect with dtype='float32', which holds every "
+            "weight in float32: leave it out, or use dtype='bfloat16'"
+        )
+    if dtype == "float32" and activation_scheme == "dynamic":
+        problems.append(
+            "activation_scheme='dynamic' has no effect with dtype='float32', the exact reference: "
+            "leave it out, or use dtype='bfloat16'"
+        )
     choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     choice("dcp_comm", dcp_comm, ("auto", *DCP_COMMS))
     choice("index_cache", index_cache, INDEX_CACHES)

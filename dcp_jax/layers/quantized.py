@@ -1,7 +1,7 @@
 """Weights held in blocks: a parameter of two leaves, and what a product makes of it.
 
-A module's weight `w` is read as `w[...]`, be it an array or held in blocks: of the latter that gives
-a `BlockWeight`, which `layers/linear.py` multiplies by.
+A module's weight `w` is read as `w[...]`, be it an array or held in blocks: the latter gives a
+`BlockWeight`, which `layers/linear.py` multiplies by.
 """
 
 import math

@@ -93,9 +93,7 @@ def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return whole
 
 
-def random_rows(
-    name: str, shape: tuple[int, ...], seed: int, rows: int
-) -> Iterator[np.ndarray]:
+def random_rows(name: str, shape: tuple[int, ...], seed: int, rows: int) -> Iterator[np.ndarray]:
     """A tensor in pieces of `rows` along its first axis; the values do not depend on `rows`.
 
     Float32: norms near 1, biases small, a unit embedding, matrices scaled by their fan-in.

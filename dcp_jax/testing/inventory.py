@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_jax.config import ModelConfig
-from dcp_jax.quantization import block_format, kept_modules
+from dcp_jax.quantization import Blocks, block_format, kept_modules
 
 # dtypes of what is not quantised: (norms and their like, everything else).
 FLOATS = {"deepseek_v32": ("F32", "BF16"), "glm_moe_dsa": ("BF16", "BF16")}
@@ -46,7 +46,9 @@ class Line:
         """Their names."""
         parts = re.split(r"{.*?}", self.pattern)
         for numbers in itertools.product(*_ranges(self.pattern)):
-            yield "".join(map("".join, itertools.zip_longest(parts, map(str, numbers), fillvalue="")))
+            yield "".join(
+                map("".join, itertools.zip_longest(parts, map(str, numbers), fillvalue=""))
+            )
 
     def __str__(self) -> str:
         """`pattern dtype [shape] xcount`."""
@@ -175,11 +177,10 @@ def _lines(
     if kept:
         yield Line(_pattern(kept, name), plain, shape)
     if blocks:
-        pattern, rows, columns = _pattern(blocks, name), *stored.block
-        grid = (-(-shape[0] // rows), -(-shape[1] // columns))
+        pattern, layout = _pattern(blocks, name), Blocks(stored.kind, stored.block)
         dtype, scale_dtype = ("F8_E4M3", "F32") if stored.kind == "e4m3" else ("U8", "U8")
-        yield Line(pattern, dtype, (shape[0], shape[1] // stored.values_per_byte))
-        yield Line(stored.scale_of(pattern), scale_dtype, grid)
+        yield Line(pattern, dtype, layout.byte_shape(shape))
+        yield Line(stored.scale_of(pattern), scale_dtype, layout.scale_shape(shape))
 
 
 def _pattern(layers: Sequence[int] | None, name: str) -> str:
