@@ -19,6 +19,28 @@ def as_float32(x, scale=None):
     return x * jnp.repeat(scale, 128, axis=-1)[..., : x.shape[-1]]
 
 
+def dequantize_blocks(weight, scale, blocks, kind="e4m3"):
+    """Each value times the scale of its block, one axis after another."""
+    if kind == "mxfp4":
+        halves = jnp.stack([weight % 16, weight // 16], axis=-1).reshape(*weight.shape[:-1], -1)
+        exponent, mantissa = halves // 2 % 4, halves % 2
+        size = jnp.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1.0))
+        values = jnp.where(halves < 8, size, -size)
+        scale = 2.0 ** (scale.astype(jnp.float32) - 127)
+    else:
+        values = as_float32(weight)
+    index = jnp.ix_(
+        *(jnp.arange(n) // block for n, block in zip(values.shape, blocks, strict=True))
+    )
+    return values * scale[index]
+
+
+def block_gemm(x, weight, scale, *, block, kind="e4m3"):
+    """x @ w.T of the dequantised weight; dynamic activations are dequantised before the call."""
+    w = dequantize_blocks(weight, scale, block, kind)
+    return jnp.matmul(x.astype(jnp.float32), w.T, precision=_HIGHEST)
+
+
 def index_scores(q, weights, k_pool, k_scale, page_table, lengths, *, page_size, base_row=0):
     """-inf beyond lengths, else k_scale * sum_h weights * relu(q . k)."""
     batch, n_pages = page_table.shape

@@ -37,6 +37,7 @@ from dcp_jax.plan.limits import PREFILL_PATHS, Deployment
 from dcp_jax.plan.workspace import BUDGET
 from dcp_jax.policy import PrefillPath
 from dcp_jax.testing.harness import tiny_config
+from dcp_jax.testing.released import released_config
 from pallas_kernels import blocking, topk
 
 
@@ -152,6 +153,24 @@ def test_fp8_weights_have_a_scale_per_block():
     assert fp8["router"] == half["router"]
     assert fp8["head"] == half["head"]
     assert fp8["experts"] == half["experts"] // 2 * (1 + 4 / 128**2)
+    mxfp4 = weight_bytes(cfg, Layout(tp=8, weights="mxfp4"))
+    assert mxfp4["experts"] == half["experts"] // 2 * (1 / 2 + 1 / 32)
+    assert {name: size for name, size in mxfp4.items() if name != "experts"} == {
+        name: size for name, size in half.items() if name != "experts"
+    }
+
+
+@pytest.mark.parametrize(("weights", "slack"), [("fp8", 1e-4), ("mxfp4", 0)])
+def test_quantised_weights_take_what_the_model_holds(weights, slack):
+    """Scales are counted by area: heads that straddle blocks have a few more."""
+    config = released_config("glm-5.2", None, weights)
+    cfg = ModelConfig.from_hf({**config, "num_nextn_predict_layers": 0})
+    defs = Model(cfg, make_mesh(8), jnp.dtype("bfloat16")).param_defs
+    held = 0
+    for leaf in jax.tree.leaves(defs, is_leaf=lambda node: hasattr(node, "spec")):
+        held += math.prod(leaf.shape) * leaf.dtype.itemsize // (8 if any(leaf.spec) else 1)
+    planned = sum(weight_bytes(cfg, Layout(tp=8, weights=weights)).values())
+    assert planned == pytest.approx(held, rel=slack, abs=0)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,7 @@ def test_every_engine_flag_reaches_the_engine(monkeypatch, golden):
         **{"index_cache": "replicated", "max_model_len": 123, "max_running_requests": 5},
         **{"chunked_prefill_size": 77, "page_size": 3, "mem_fraction_static": 0.25},
         **{"max_total_tokens": 999, "prefill": PrefillPolicy(owned_prefill_ratio=7.0)},
+        **{"quantization": "none", "activation_scheme": "none", "random_weights": True},
     }
     assert set(values) == {field.name for field in dataclasses.fields(cli.EngineArgs)}
     constructor = llm.LLM.__init__

@@ -22,8 +22,10 @@ from dcp_jax.plan import (
     device,
 )
 from dcp_jax.plan.devices import GB
+from dcp_jax.quantization import block_format
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
+WEIGHTS = {"e4m3": "fp8", "mxfp4": "mxfp4"}  # by the kind of blocks that a checkpoint has
 
 
 def load_config(model: str) -> ModelConfig:
@@ -64,8 +66,8 @@ class Plan:
     """Requests at capacity, at most."""
     tpot_ms: float | None = None
     """Recommend the best throughput with at most this time per output token."""
-    weights: Literal["fp8", "bfloat16", "float32"] = "fp8"
-    """What matrices are held in."""
+    weights: Literal["fp8", "mxfp4", "bfloat16", "float32"] = "fp8"
+    """What matrices are held in; mxfp4: the routed experts, all else in bfloat16."""
     kv_cache_dtype: Literal["fp8_e4m3", "fp8", "bf16", "float32"] = "fp8_e4m3"
     """Of both caches."""
     index_cache: Literal["sharded", "replicated"] = "sharded"
@@ -148,7 +150,9 @@ class CheckConfig:
     """Devices that the weights are spread over, in all."""
     dcp_size: Annotated[int, aliases("--decode-context-parallel-size", "--dcp", "-dcp")] = 1
     """How many of them share the tokens of the caches; divides tp."""
-    weights: Annotated[Literal["auto", "fp8", "bfloat16", "float32"], aliases("--dtype")] = "auto"
+    weights: Annotated[
+        Literal["auto", "fp8", "mxfp4", "bfloat16", "float32"], aliases("--dtype")
+    ] = "auto"
     """What matrices are held in; auto: as the checkpoint has them."""
     kv_cache_dtype: Literal["auto", "float32", "bf16", "fp8_e4m3", "fp8"] = "auto"
     """Of both caches; auto: float32 with float32 weights, else bf16."""
@@ -186,7 +190,8 @@ class CheckConfig:
         cfg = load_config(self.model)
         weights = self.weights
         if weights == "auto":
-            weights = "fp8" if cfg.quantization else cfg.dtype
+            stored = block_format(cfg.quantization)
+            weights = WEIGHTS[stored.kind] if stored else cfg.dtype
         kv_dtype = KV_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         if kv_dtype == "auto":
             kv_dtype = "float32" if weights == "float32" else "bfloat16"
@@ -217,8 +222,6 @@ class CheckConfig:
             return
         for table in check_tables(found):
             console.print(table)
-        if weights == "fp8":
-            console.print("Planned with FP8 weights, which the engine does not read yet.")
 
 
 COMMANDS = {"plan": Plan, "check-config": CheckConfig}

@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple
 from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import MAX_ROWS, pages_needed
 from dcp_jax.layers.sizes import Sizes
+from dcp_jax.quantization import FP8_CONFIG
 
-WEIGHT_DTYPES = ("float32", "bfloat16", "fp8")
+WEIGHT_DTYPES = ("float32", "bfloat16", "fp8", "mxfp4")
 KV_DTYPES = ("float32", "bfloat16", "fp8_e4m3")
 BLOCK = 128  # channels that share a scale: of a latent, and each way of a block of weights
 
@@ -30,7 +31,8 @@ class Layout:
         tp: devices in all.
         dcp_size: how many of them share the tokens of the caches.
         page_size: rows of a page on each rank.
-        weights: what matrices are held in; "fp8" computes in bfloat16.
+        weights: what matrices are held in; "fp8" computes in bfloat16. "mxfp4" is for the routed
+            experts alone, all else is bfloat16, as released.
         kv_dtype: of both caches.
         index_replicated: every rank holds the index K of all tokens.
         dcp_comm: collectives of the merge.
@@ -43,7 +45,7 @@ class Layout:
     tp: int = 1
     dcp_size: int = 1
     page_size: int = 64
-    weights: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
+    weights: Literal["float32", "bfloat16", "fp8", "mxfp4"] = "bfloat16"
     kv_dtype: Literal["float32", "bfloat16", "fp8_e4m3"] = "bfloat16"
     index_replicated: bool = False
     dcp_comm: Literal["a2a", "ag_rs"] = "a2a"
@@ -93,10 +95,9 @@ class Layout:
 
 
 def sizes(cfg: ModelConfig, layout: Layout) -> Sizes:
-    """Global sizes in memory, padded for the layout (fp8 matrices in whole blocks)."""
-    if layout.weights == "fp8" and cfg.quantization is None:
-        blocks = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-        cfg = replace(cfg, quantization=blocks)
+    """Global sizes in memory, padded for the layout (quantised matrices in whole blocks)."""
+    if layout.weights in ("fp8", "mxfp4") and cfg.quantization is None:
+        cfg = replace(cfg, quantization=FP8_CONFIG)
     return Sizes.padded(cfg, layout.tp)
 
 
@@ -190,6 +191,8 @@ def _weight_groups(cfg: ModelConfig, layout: Layout) -> tuple[tuple[str, int], .
             size = 4 * count
         elif weight.kind == "matrix" and layout.weights == "fp8":
             size = count + 4 * -(-count // BLOCK**2)
+        elif weight.group == "experts" and layout.weights == "mxfp4":
+            size = count // 2 + count // 32
         else:
             size = layout.activation_bytes * count
         groups[weight.group] = groups.get(weight.group, 0) + size
@@ -201,7 +204,8 @@ def _weight_groups(cfg: ModelConfig, layout: Layout) -> tuple[tuple[str, int], .
 def weight_bytes(cfg: ModelConfig, layout: Layout) -> dict[str, int]:
     """Bytes of the weights on one rank, by group, padding included.
 
-    fp8 matrices have a float32 scale per block of 128 x 128 (counted by area).
+    fp8 matrices have a float32 scale per block of 128 x 128 (counted by area), mxfp4 experts a byte
+    of scale per 32 values.
     """
     return dict(_weight_groups(cfg, layout))
 
