@@ -149,7 +149,7 @@ def _read_stored(
     data = checkpoint.read(name, in_bytes, packed.view_shape).view(np.uint8)
     rows, columns, shape = _scale_index(source, cuts, stored)
     scale_name = stored.scale_of(name)
-    first = slice(rows.min(initial=0), rows.max(initial=-1) + 1)
+    first = slice(rows.min(), rows.max() + 1)
     grid = checkpoint.read(scale_name, (first,))[np.ix_(rows - first.start, columns)]
     if stored.kind == "mxfp4":
         scale = grid.view(np.uint8)
