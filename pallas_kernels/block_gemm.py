@@ -113,7 +113,8 @@ def _dynamic(x, weight, scale, block, ue8m0):
 
     count = columns // width
     sums = jnp.zeros((x.shape[0], total), jnp.float32)
-    sums, _ = lax.scan(add, sums, jnp.arange(count))
+    if count:
+        sums, _ = lax.scan(add, sums, jnp.arange(count))
     cut = count * width
     if cut == columns:
         return sums

@@ -41,7 +41,6 @@ def random_params(model: Model, seed: int = 0, *, progress: bool = False) -> dic
     flat: dict[str, ParamDef] = dict(flatten(model.param_defs))
     shapes = leaf_shapes(table, model.blocks)
     keys = jax.random.split(jax.random.key(seed), len(flat))
-    programs: dict[tuple, Any] = {}
     arrays = {}
     with tqdm(total=len(flat), desc="random weights", unit="array", disable=not progress) as bar:
         for key, (name, leaf) in zip(keys, flat.items(), strict=True):
@@ -49,11 +48,8 @@ def random_params(model: Model, seed: int = 0, *, progress: bool = False) -> dic
             blocks = model.blocks.get(path)
             source = table[name if blocks is None else path]
             kind, centre, spread = _numbers(source, blocks, part)
-            program = (leaf, shapes[name], kind)
-            if program not in programs:
-                sharding = NamedSharding(model.mesh, leaf.spec)
-                programs[program] = jax.jit(partial(_leaf, *program), out_shardings=sharding)
-            arrays[name] = programs[program](key, centre, spread)
+            sharding = NamedSharding(model.mesh, leaf.spec)
+            arrays[name] = _leaf(leaf, shapes[name], kind, sharding, key, centre, spread)
             bar.update()
     return unflatten(arrays)
 
@@ -70,8 +66,15 @@ def _numbers(source: Source, blocks: Blocks | None, part: str) -> tuple[str, flo
     return "float", 127.0 + round(math.log2(spread / _E2M1_SPREAD)), 0.0
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _leaf(
-    leaf: ParamDef, shape: tuple[int, ...], kind: str, key: Array, centre: Array, spread: Array
+    leaf: ParamDef,
+    shape: tuple[int, ...],
+    kind: str,
+    sharding: NamedSharding,
+    key: Array,
+    centre: Array,
+    spread: Array,
 ) -> Array:
     """Random numbers of the padded shape, zero outside `shape`."""
 
@@ -92,4 +95,4 @@ def _leaf(
     for axis, (real, held) in enumerate(zip(shape, leaf.shape, strict=True)):
         if real < held:
             made = jnp.where(lax.broadcasted_iota(jnp.int32, leaf.shape, axis) < real, made, 0)
-    return made.astype(leaf.dtype)
+    return lax.with_sharding_constraint(made.astype(leaf.dtype), sharding)
