@@ -62,6 +62,7 @@ PLAIN = (
     "dcp_jax/generation_config.py",
     "dcp_jax/json_files.py",
     "dcp_jax/prompts.py",
+    "dcp_jax/quantization.py",
     "dcp_jax/refusals.py",
     "dcp_jax/refusals_table.py",
     "dcp_jax/tokenizer.py",
