@@ -35,6 +35,16 @@ def check_checkpoint(
         ValueError: all tensors missing, unexpected, misshapen, unreadable, or quantised otherwise
             than the config says.
     """
+    fused = [table[path].names[0] for path in blocks if not table[path].quantized]
+    if fused:
+        raise ValueError(
+            listing(
+                f"{checkpoint.directory} has its experts fused, and only one expert a tensor can be"
+                " held in blocks; save it with Hugging Face's save_pretrained, or load it without"
+                " quantization",
+                fused,
+            )
+        )
     wanted = block_format(cfg.quantization)
     needed: dict[str, tuple[int, ...]] = {}
     scales: dict[str, tuple[tuple[int, ...], BlockFormat]] = {}

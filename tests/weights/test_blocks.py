@@ -319,6 +319,21 @@ def test_bad_quantised_checkpoints_are_named(tmp_path: Path, directory, case: Ba
         assert part in str(caught.value)
 
 
+def test_fused_experts_cannot_be_converted(tmp_path: Path, directory):
+    checkpoint = Checkpoint(directory("float32"))
+    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint if ".experts." not in n}
+    for layer in (1, 3):
+        at = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{at}.gate_up_proj"] = np.zeros((8, 320, 192), np.float32)
+        tensors[f"{at}.down_proj"] = np.zeros((8, 192, 160), np.float32)
+    (tmp_path / "config.json").write_text((directory("float32") / "config.json").read_text())
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    cfg = ModelConfig.from_hf(directory("fp8"))
+    with pytest.raises(ValueError, match=r"experts fused, .*layers\.1\.mlp\.experts\.gate_up"):
+        load(tmp_path, 1, BF16, cfg=cfg, convert=True)
+    assert load(tmp_path, 1, np.float32)["layers/1/mlp/experts_down"].shape == (8, 192, 160)
+
+
 def test_a_truncated_shard_is_named(tmp_path: Path, directory):
     path = write_checkpoint(tiny_config(**RAGGED), None, "fp8", tmp_path, shard_bytes=10**6)
     weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
