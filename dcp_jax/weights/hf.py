@@ -105,6 +105,7 @@ def load_hf(
             for task in load.tasks:
                 bar.update(task.result())
             arrays.update(load.arrays(mesh))
+            load.free()
 
         try:
             for load in loads:
@@ -178,7 +179,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 class _Load:
     """One parameter on its way: its leaves, and each distinct shard of them on the host.
 
-    Replicas of a shard share one host copy, freed with this object.
+    Replicas of a shard share one host copy.
     """
 
     name: str
@@ -203,6 +204,11 @@ class _Load:
     def nbytes(self) -> int:
         """Bytes on the host."""
         return sum(shard.nbytes for shards in self.host for shard in shards.values())
+
+    def free(self) -> None:
+        """Let go of the host's copies (and of what the tasks hold of them)."""
+        self.host.clear()
+        self.tasks.clear()
 
     def arrays(self, mesh: Mesh) -> Iterator[tuple[str, jax.Array]]:
         """The leaves on the mesh."""
