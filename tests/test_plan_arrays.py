@@ -112,7 +112,10 @@ class Held:
 
 
 HELD = [
-    *(Held(name, named_config(name), 8, 4, with_mtp=True) for name in (NAMES[0], NAMES[2])),
+    *(
+        Held(name, {**named_config(name), "quantization_config": None}, 8, 4, with_mtp=True)
+        for name in (NAMES[0], NAMES[2])
+    ),
     Held("padded", tiny_config(num_attention_heads=5, vocab_size=67), 3, 3, "float32"),
     Held("no-mtp", tiny_config(), 4, 2, "float32"),
     Held("all-dense", tiny_config(mlp_layer_types=["dense"] * 3), 2),
@@ -160,10 +163,13 @@ def test_fp8_weights_have_a_scale_per_block():
     }
 
 
-@pytest.mark.parametrize(("weights", "slack"), [("fp8", 1e-4), ("mxfp4", 0)])
-def test_quantised_weights_take_what_the_model_holds(weights, slack):
+@pytest.mark.parametrize(
+    ("name", "weights", "slack"),
+    [("deepseek-v3.2", "fp8", 1e-4), ("glm-5.2", "fp8", 1e-4), ("glm-5.2", "mxfp4", 0)],
+)
+def test_quantised_weights_take_what_the_model_holds(name, weights, slack):
     """Scales are counted by area: heads that straddle blocks have a few more."""
-    config = released_config("glm-5.2", None, weights)
+    config = released_config(name, None, weights)
     cfg = ModelConfig.from_hf({**config, "num_nextn_predict_layers": 0})
     defs = Model(cfg, make_mesh(8), jnp.dtype("bfloat16")).param_defs
     held = 0
