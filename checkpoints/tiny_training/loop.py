@@ -115,6 +115,7 @@ def train(
             batch = next(batches)
             program = _compile(cfg, stage, attention, dtype, state, batch)
             bar = tqdm(total=stage.steps, initial=first, desc=stage.name, disable=quiet)
+            log.start()
             with bar:
                 while batch is not None:
                     lr = stage.learning_rate(progress.step)
@@ -173,9 +174,19 @@ class _Log:
         self._hits: dict[str, list[int]] = {}
         self._began, self.data_seconds = time.monotonic(), 0.0
 
+    def start(self) -> None:
+        """Times count from here: what came before was compiling."""
+        self._clear()
+
     def add(self, stage, progress, lr, batch: Batch, metrics, correct) -> None:
         """Take the results of the step just given to the device."""
-        line = {"stage": stage.name, "step": progress.step, "tokens": progress.tokens, "lr": lr}
+        line = {
+            "stage": stage.name,
+            "length": stage.length,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "lr": lr,
+        }
         self._waiting.append((line, batch, metrics, correct))
         if len(self._waiting) > _IN_FLIGHT:
             self._read()
@@ -207,7 +218,9 @@ class _Log:
 
     def _write(self, line: dict[str, Any]) -> None:
         steps = max(len(next(iter(self._sums.values()))), 1)
-        line |= {name: round(float(np.mean(v)), 5) for name, v in self._sums.items()}
+        for name, values in self._sums.items():
+            known = [v for v in values if not np.isnan(v)]
+            line[name] = round(float(np.mean(known)), 5) if known else None
         line["accuracy"] = {k: [round(h / n, 4), n] for k, (h, n) in sorted(self._hits.items())}
         line["step_seconds"] = round((time.monotonic() - self._began) / steps, 4)
         line["data_seconds"] = round(self.data_seconds / steps, 4)

@@ -38,7 +38,10 @@ def losses(result: ForwardResult, batch: Batch, *, index_topk: int, margin_weigh
     tokens, kinds = batch.tokens.astype(jnp.int32), batch.kinds
     text, answer, bits = _token_loss(result.logits, tokens, kinds, ahead=1)
     total = text + answer
-    metrics = {"bits_per_byte": bits, "answer": answer}
+    metrics = {
+        "bits_per_byte": _or_nan(bits, kinds == TEXT),
+        "answer": _or_nan(answer, kinds == ANSWER),
+    }
 
     for draft, logits in enumerate(result.draft_logits, start=1):
         draft_text, draft_answer, _ = _token_loss(logits, tokens, kinds, ahead=1 + draft)
@@ -53,11 +56,12 @@ def losses(result: ForwardResult, batch: Batch, *, index_topk: int, margin_weigh
         margin = _masked_mean(margin_loss(tap.scores, batch.needles, index_topk // 2), labelled)
         total += kl + margin_weight * margin
         metrics[f"indexer/{layer}"] = kl
-        metrics[f"margin/{layer}"] = margin
+        metrics[f"margin/{layer}"] = _or_nan(margin, labelled)
         found = needle_rank(tap.scores, batch.needles) < index_topk
-        metrics[f"recall/{layer}"] = _masked_mean(found, labelled)
+        metrics[f"recall/{layer}"] = _or_nan(_masked_mean(found, labelled), labelled)
     for layer, probabilities in result.attention.items():
-        metrics[f"mass/{layer}"] = _masked_mean(at_needle(probabilities, batch.needles), labelled)
+        mass = _masked_mean(at_needle(probabilities, batch.needles), labelled)
+        metrics[f"mass/{layer}"] = _or_nan(mass, labelled)
     for layer, load in result.loads.items():
         metrics[f"load/{layer}"] = jnp.max(load) / jnp.mean(load)
 
@@ -118,6 +122,11 @@ def at_needle(values: Float[Array, "B R T"], needles: Int[Array, "B R"]) -> Floa
 
 def _log_softmax(scores):
     return scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def _or_nan(value, there):
+    """For the log: a mean over nothing is no number."""
+    return jnp.where(jnp.any(there), value, jnp.nan)
 
 
 def _masked_mean(values, weight):

@@ -1,9 +1,11 @@
 """Which keys each query attends to, as a mask over all keys: the same set as the engine's top-k.
 
 The engine sorts; over whole training sequences a sort would cost more than the model. Here the
-K-th largest key of each row is found digit by digit, two bits at a time (16 passes over the scores),
-and equal scores at the K-th place go to the lowest positions, as in `pallas_kernels.topk`.
+K-th largest key of each row is found digit by digit, two bits at a time (16 passes over the
+scores), and equal scores at the K-th place go to the lowest positions, as in `pallas_kernels.topk`.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,7 @@ def score_of_key(key: UInt32[Array, "*R"]) -> Float[Array, "*R"]:
 def topk_mask(
     scores: Float[Array, "*R S"], visible: Bool[Array, "*R S"], k: int
 ) -> Bool[Array, "*R S"]:
-    """The k best visible keys of each row (all, if there are fewer), ties to the lowest position."""
+    """The k best visible keys of each row (all, if they are fewer), ties to the lowest position."""
     keys = jnp.where(visible, score_keys(scores), PADDING_KEY)
     cut = kth_key(keys, k)[..., None]
     above = keys > cut
@@ -107,7 +109,7 @@ def segments(length: int) -> list[tuple[int, int]]:
     """Ranges of query rows: each sees the keys up to its end only, so that less is computed."""
     count = 4 if length >= 4096 else 1
     bounds = [length * i // count for i in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def largest_divisor(n: int, most: int) -> int:
