@@ -137,7 +137,8 @@ def test_passes_here(whole):
     sizes, missing = available()
     if jax.default_backend() == "cpu":
         assert (sizes, missing) == ([1, 2, 4, 8], {})
-        assert all(("mosaic_gpu" in o["check"]) or ("triton" in o["check"]) for o in skipped)
+        names = ("[mosaic_gpu]", "[triton]", "dense_attention [cudnn]")
+        assert all(o["check"].endswith(names) for o in skipped)
         assert all(o["reason"] for o in skipped)
     assert code == {"code": 3 if skipped else 0}
     areas = ("layout", "formats", "merge", "index", "topk", "attention", "exchange", "model")
@@ -147,6 +148,7 @@ def test_passes_here(whole):
         assert any(o.startswith(f"W={size}, chunks") for o in checked)
     for op in ("merge_partials", "index_scores", "index_topk", "local_topk", "merge_candidates"):
         assert any(o.startswith(op) for o in checked)
+    assert any(o.startswith("dense_attention") for o in checked)
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, id=f.inject.__name__) for f in FAULTS])
