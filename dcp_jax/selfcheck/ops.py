@@ -280,7 +280,7 @@ def attention_checks() -> Iterator[Outcome]:
 
 
 def _dense_attention_checks() -> Iterator[Outcome]:
-    """Causal rows behind a prefix and without, padding queries, large values behind what is seen."""
+    """Causal rows with a prefix and without, padding queries, large values that nobody sees."""
     s, rng = sizes_here(), np.random.default_rng(4)
     keys, dim, value = 4 * s.page_size, 4 * s.rope, 2 * s.rope
     visible = np.array([[1, 2, 3, 0], [keys - 3, keys - 2, keys - 1, keys]], np.int32)
