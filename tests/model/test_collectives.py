@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dcp_jax.dcp import layout
 from dcp_jax.dcp.traffic import collectives
 from dcp_jax.engine.runner import Row, Runner
 from dcp_jax.policy import PrefillPath
@@ -92,6 +93,7 @@ class Case:
     tokens: int = 1
     kv_dtype: str = "float32"
     chunk_rows: int = 4096
+    with_prefix: bool = True
 
     @property
     def options(self) -> dict:
@@ -100,10 +102,19 @@ class Case:
             "candidates": self.candidates,
             "path": self.path,
             "gather_chunk_tokens": self.chunk_rows * self.dcp,
+            "with_prefix": self.with_prefix,
         }
 
+    def chunks(self, local_keys: int) -> tuple[int, int]:
+        """How many chunks the page table is gathered in, and their rows on one rank."""
+        pages = local_keys // PAGE_SIZE
+        tokens = self.chunk_rows * self.dcp
+        count, size = layout.gather_chunks(pages, PAGE_SIZE, 1, self.dcp, tokens)
+        return count, size * PAGE_SIZE
 
-GATHERED = PrefillPath.GATHERED
+
+MHA, GATHERED = PrefillPath.MHA_ONE_SHOT, PrefillPath.GATHERED
+SPLIT = PrefillPath.GATHERED_SPLIT_INDEXER
 CASES = [
     Case("decode_2", 2, 2),
     Case("decode_3", 3, 3),
@@ -123,6 +134,13 @@ CASES = [
     Case("gathered_3_in_chunks", 3, 3, path=GATHERED, tokens=16, chunk_rows=128),
     Case("gathered_replicated_4", 4, 4, path=GATHERED, tokens=16, index_cache="replicated"),
     Case("gathered_fp8_8", 8, 8, path=GATHERED, tokens=16, kv_dtype="fp8_e4m3"),
+    Case("split_4", 4, 4, path=SPLIT, tokens=16),
+    Case("split_3_in_chunks", 3, 3, path=SPLIT, tokens=16, chunk_rows=96),
+    Case("split_fp8_8_replicated", 8, 8, "replicated", path=SPLIT, tokens=16, kv_dtype="fp8_e4m3"),
+    Case("split_of_one_token_2", 4, 2, path=SPLIT),
+    Case("dense_4", 4, 4, path=MHA, tokens=16),
+    Case("dense_fp8_8_in_no_chunks", 8, 8, path=MHA, tokens=16, kv_dtype="fp8_e4m3", chunk_rows=4),
+    Case("dense_without_prefix_4", 4, 4, path=MHA, tokens=16, with_prefix=False),
 ]
 
 
@@ -132,6 +150,8 @@ def expected(case: Case, local_keys: int) -> Counter:
     `local_keys` are the rows of the page table on one rank.
     """
     n, dcp, tp = case.tokens, case.dcp, case.tp
+    fp8 = case.kv_dtype == "fp8_e4m3"
+    item, rope_item = (1, 2) if fp8 else (4, 4)
     local_heads = -(-HEADS // tp)
     group_heads = local_heads * dcp
     both = ("model", "dcp")
@@ -140,23 +160,27 @@ def expected(case: Case, local_keys: int) -> Counter:
     def add(layer, kind, op, axes, size, loops=0):
         found[layer, kind, op, axes, size, loops] += 1
 
+    def add_rows(layer, kind, rows, *row_bytes, loops=0):
+        """One exchange per array of a cache, and one for the scale of an e4m3 row."""
+        for size in (*row_bytes, *([4] if fp8 else [])):
+            add(layer, kind, "all_gather", ("dcp",), rows * size, loops)
+
     def sum_over_tp(layer):
         add(layer, "tp_sum", "all_reduce", both, n * HIDDEN * 4)
 
     sum_over_tp(None)  # the embedding
     for layer, full in ((0, True), (1, False), (2, True)):
-        if case.path is GATHERED:
-            fp8 = case.kv_dtype == "fp8_e4m3"
-            item, rope_item = (1, 2) if fp8 else (4, 4)
-            if full and case.index_cache == "sharded":
-                add(layer, "index_k", "all_gather", ("dcp",), local_keys * INDEX * item)
-                if fp8:
-                    add(layer, "index_k", "all_gather", ("dcp",), local_keys * 4)
-            rows, loops = min(case.chunk_rows, local_keys), int(case.chunk_rows < local_keys)
-            add(layer, "latent", "all_gather", ("dcp",), rows * LATENT * item, loops)
-            add(layer, "latent", "all_gather", ("dcp",), rows * ROPE * rope_item, loops)
-            if fp8:
-                add(layer, "latent", "all_gather", ("dcp",), rows * 4, loops)
+        if case.path is MHA:
+            if case.with_prefix:
+                add_rows(layer, "latent", local_keys, LATENT * item, ROPE * rope_item)
+        elif case.path.gathers:
+            count, rows = case.chunks(local_keys)
+            for loops in range(min(count, 2)):  # the first chunk, and a loop over the others
+                if full and case.index_cache == "sharded":
+                    add_rows(layer, "index_k", rows, INDEX * item, loops=loops)
+                add_rows(layer, "latent", rows, LATENT * item, ROPE * rope_item, loops=loops)
+            if full and case.path is SPLIT:
+                add(layer, "topk", "all_gather", ("dcp",), -(-n // dcp) * K * 4)
         else:
             if full and case.index_cache == "sharded":
                 sent = K if case.candidates == "full" else PRUNED[dcp]
@@ -206,7 +230,7 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
     assert local_keys >= K, "or pruning cuts nothing"
     assert listed == expected(case, local_keys)
     # `explain` and the benches report this count; it reads the jaxpr, the test reads StableHLO.
-    chunks = -(-local_keys // case.chunk_rows)
+    later_chunks = case.chunks(local_keys)[0] - 1
     received: Counter[str] = Counter()
     for e in found:
         ranks = {"dcp": case.dcp, "model": case.tp // case.dcp}
@@ -218,11 +242,11 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
             "reduce_scatter": e.operand_bytes - e.result_bytes,
             "all_reduce": 2 * e.operand_bytes * (size - 1) / size,
         }[e.op]
-        received[e.kind] += round(moved) * (chunks if e.loops else 1)
+        received[e.kind] += round(moved) * (later_chunks if e.loops else 1)
     reported: Counter[str] = Counter()
     for c in collectives(traced.jaxpr, dict(runner.model.mesh.shape)):
         reported[c.kind] += c.received_bytes
-    assert reported == pytest.approx(received, abs=chunks * len(found))
+    assert reported == pytest.approx(received, abs=(later_chunks + 1) * len(found))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
