@@ -215,6 +215,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        prefill_policy: PrefillPolicy | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt; results in the order of the prompts.
@@ -224,14 +225,17 @@ class LLM:
                 a list of those, of any lengths.
             sampling_params: one for all, or a list with one per prompt; default: what the
                 checkpoint recommends.
+            prefill_policy: thresholds of the prefill paths for this call; default: the LLM's.
             use_tqdm: show a bar of finished requests and generated tokens per second.
 
         Raises:
-            ValueError: a prompt that is empty, too long, or not of the vocabulary; nothing has run.
+            ValueError: a prompt that is empty, too long, not of the vocabulary, or that a forced
+                prefill path cannot take; nothing has run.
         """
         listed = as_list(prompts)
         defaults = self.default_sampling_params()
-        groups = self._sequences(listed, defaults if sampling_params is None else sampling_params)
+        params = defaults if sampling_params is None else sampling_params
+        groups = self._sequences(listed, params, prefill_policy)
         sequences = [sequence for group in groups for sequence in group]
         with tqdm(total=len(sequences), desc="generate", unit="req", disable=not use_tqdm) as bar:
             done = Progress()
@@ -248,7 +252,11 @@ class LLM:
         ]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prefill_policy: PrefillPolicy | None = None,
     ) -> Iterator[StreamOutput]:
         """Continue one prompt, piece by piece; stop iterating to abandon it.
 
@@ -263,7 +271,7 @@ class LLM:
             raise ValueError(
                 f"prompt_logprobs={params.prompt_logprobs} are not streamed: use generate or score."
             )
-        (group,) = self._sequences([prompt], params)
+        (group,) = self._sequences([prompt], params, prefill_policy)
         return stream_pieces(self.engine, group, self.tokenizer)
 
     def chat(
@@ -272,6 +280,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: list[dict] | None = None,
+        prefill_policy: PrefillPolicy | None = None,
         use_tqdm: bool = True,
         **template_options,
     ) -> list[RequestOutput]:
@@ -281,6 +290,7 @@ class LLM:
             messages: [{"role": ..., "content": ...}, ...], or a list of such lists.
             sampling_params: the same for all; without it, answers may fill the context.
             tools: function descriptions in OpenAI's form.
+            prefill_policy: thresholds of the prefill paths for this call; default: the LLM's.
             use_tqdm: show a bar.
             **template_options: what the chat template takes (`enable_thinking`, ...).
 
@@ -295,7 +305,7 @@ class LLM:
             for conversation in (messages if several else [messages])
         ]
         params = sampling_params or replace(self.default_sampling_params(), max_tokens=None)
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, prefill_policy=prefill_policy, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: list[dict], *, tools=None, **template_options) -> dict:
         """The prompt of a conversation: its token ids by the checkpoint's chat template."""
@@ -320,7 +330,10 @@ class LLM:
         return SamplingParams(**defaults)
 
     def _sequences(
-        self, prompts: list, params: SamplingParams | list[SamplingParams]
+        self,
+        prompts: list,
+        params: SamplingParams | list[SamplingParams],
+        policy: PrefillPolicy | None,
     ) -> list[list[Sequence]]:
         """`n` sequences per prompt, all checked before any runs."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -333,7 +346,7 @@ class LLM:
             one.check_for(self.config.vocab_size, has_tokenizer=self.tokenizer is not None)
         groups = []
         for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            ids = self._read_prompt(prompt, f"prompt {number}", generate=1)
+            ids = self._read_prompt(prompt, f"prompt {number}", policy, generate=1)
             room = self.max_model_len - len(ids)
             limit = room if params.max_tokens is None else min(params.max_tokens, room)
             seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
@@ -346,6 +359,7 @@ class LLM:
                         seed=int(np.random.SeedSequence([seed, i]).generate_state(1)[0]),
                         eos_token_ids=self.eos_token_ids,
                         text=TextStream(self.tokenizer, ids, params) if self.tokenizer else None,
+                        prefill_policy=policy,
                     )
                     for i in range(params.n)
                 ]
@@ -360,6 +374,7 @@ class LLM:
         output: Literal["logits", "logprobs"] = "logits",
         top_logprobs: int = 0,
         max_bytes: int = 2**30,
+        prefill_policy: PrefillPolicy | None = None,
         use_tqdm: bool = True,
     ) -> np.ndarray | PromptLogprobs:
         """Teacher-forced logits of a prompt, or log-probabilities of its own tokens.
@@ -370,16 +385,31 @@ class LLM:
             output: "logits" float32 [positions, vocab], or "logprobs".
             top_logprobs: with "logprobs": how many of the most likely tokens to return beside.
             max_bytes: largest result that is returned, and most of the logits held at a time.
+            prefill_policy: thresholds of the prefill paths for this call; default: the LLM's.
             use_tqdm: show a bar if the prompt takes several steps.
 
         Raises:
             ValueError: positions outside the prompt, or a result larger than `max_bytes`.
         """
-        ids = self._read_prompt(prompt, "the prompt", generate=0)
-        return score(self.engine, ids, positions, output, top_logprobs, max_bytes, use_tqdm)
+        ids = self._read_prompt(prompt, "the prompt", prefill_policy, generate=0)
+        return score(
+            self.engine,
+            ids,
+            positions,
+            output,
+            top_logprobs,
+            max_bytes,
+            use_tqdm,
+            prefill_policy,
+        )
 
     def explain(
-        self, prompt: Prompt, layers: list[int] | None = None, *, use_tqdm: bool = True
+        self,
+        prompt: Prompt,
+        layers: list[int] | None = None,
+        *,
+        prefill_policy: PrefillPolicy | None = None,
+        use_tqdm: bool = True,
     ) -> ExplainReport:
         """What the prefill of a prompt selects, per full layer, and what the ranks exchange for it.
 
@@ -395,12 +425,16 @@ class LLM:
             raise ValueError(
                 f"layers {strangers} have no indexer of their own: choose among {full}."
             )
-        ids = self._read_prompt(prompt, "the prompt", generate=0)
-        return explain(self.engine, ids, chosen, use_tqdm)
+        ids = self._read_prompt(prompt, "the prompt", prefill_policy, generate=0)
+        return explain(self.engine, ids, chosen, use_tqdm, prefill_policy)
 
-    def _read_prompt(self, prompt: Prompt, name: str, *, generate: int) -> list[int]:
-        """Ids of a prompt that leaves room for `generate` tokens."""
+    def _read_prompt(
+        self, prompt: Prompt, name: str, policy: PrefillPolicy | None, *, generate: int
+    ) -> list[int]:
+        """Ids of a prompt that leaves room for `generate` tokens and can take a forced path."""
+        if not isinstance(policy, PrefillPolicy | None):
+            raise ValueError(f"prefill_policy={policy!r} is not a PrefillPolicy: give one.")
         ids = token_ids(prompt, name, self.tokenizer, self.config.vocab_size)
         check_fits(ids, name, self.max_model_len, generate=generate)
-        check_forced(self.engine.policy, len(ids), self.engine.group)
+        check_forced(policy or self.engine.policy, len(ids), self.engine.group)
         return ids

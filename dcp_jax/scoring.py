@@ -7,6 +7,7 @@ from tqdm.auto import tqdm
 
 from dcp_jax.engine.engine import Chunk, Engine
 from dcp_jax.engine.logprobs import log_softmax
+from dcp_jax.policy import PrefillPolicy
 from dcp_jax.reports import ExplainReport, PromptLogprobs, explain_report, row_of
 
 
@@ -18,6 +19,7 @@ def score(
     top_logprobs: int,
     max_bytes: int,
     use_tqdm: bool,
+    policy: PrefillPolicy | None = None,
 ) -> np.ndarray | PromptLogprobs:
     """See `LLM.score`."""
     if output not in ("logits", "logprobs"):
@@ -49,7 +51,7 @@ def score(
     # A step's logits are padded to its bucket, which may be four times the tokens in it.
     chunk_tokens = max(1, max_bytes // (vocab * 16))
     parts, ascending = [], np.sort(wanted)
-    for chunk in _read(engine, ids, use_tqdm, chunk=chunk_tokens, logits="all"):
+    for chunk in _read(engine, ids, use_tqdm, chunk=chunk_tokens, policy=policy, logits="all"):
         end = chunk.start + chunk.length
         here = ascending[(ascending >= chunk.start) & (ascending < end)]
         logits = chunk.result.logits[0, here - chunk.start]
@@ -60,7 +62,11 @@ def score(
 
 
 def explain(
-    engine: Engine, ids: list[int], layers: tuple[int, ...], use_tqdm: bool
+    engine: Engine,
+    ids: list[int],
+    layers: tuple[int, ...],
+    use_tqdm: bool,
+    policy: PrefillPolicy | None = None,
 ) -> ExplainReport:
     """See `LLM.explain`."""
     chunks = [
@@ -70,7 +76,7 @@ def explain(
             chunk.result.received_bytes,
             chunk.result.reruns,
         )
-        for chunk in _read(engine, ids, use_tqdm, explain=True)
+        for chunk in _read(engine, ids, use_tqdm, policy=policy, explain=True)
     ]
     return explain_report(chunks, engine.runner.model.cfg.index_topk, layers)
 

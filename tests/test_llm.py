@@ -141,19 +141,27 @@ def test_explain_equals_the_reference_and_counts_every_rank(llm, p3):
 
 @pytest.mark.slow
 def test_paths_and_exchanges_of_a_forced_policy(p3):
-    """Each path reports its own exchanges, and both select the same."""
-    ids, reports = p3.arrays["input_ids"][0, :40].tolist(), {}
-    for path in dj.PrefillPath:
+    """Each path reports its own exchanges, and all select the same: of the LLM, or of a call."""
+    ids = p3.arrays["input_ids"][0, :40].tolist()
+    exchanges = {
+        dj.PrefillPath.OWNED: {"candidates", "merge", "q"},
+        dj.PrefillPath.GATHERED: {"index_k", "latent"},
+        dj.PrefillPath.GATHERED_SPLIT_INDEXER: {"index_k", "latent", "topk"},
+    }
+    options = {"tp": 2, "dcp_size": 2, "dtype": "float32", "page_size": 4}
+    forced = dj.LLM(p3.path, prefill_policy=dj.PrefillPolicy(force="owned"), **options)
+    plain = dj.LLM(p3.path, **options)
+    expected = forced.explain(ids)
+    for path, kinds in exchanges.items():
         policy = dj.PrefillPolicy(force=path)
-        ranks = dj.LLM(
-            p3.path, tp=2, dcp_size=2, dtype="float32", page_size=4, prefill_policy=policy
-        )
-        reports[path] = ranks.explain(ids)
-    owned, gathered = reports[dj.PrefillPath.OWNED], reports[dj.PrefillPath.GATHERED]
-    assert set(owned.bytes_exchanged) == {"argmax", "candidates", "merge", "q", "tp_sum"}
-    assert set(gathered.bytes_exchanged) == {"argmax", "index_k", "latent", "tp_sum"}
-    for layer, chosen in owned.topk_indices.items():
-        np.testing.assert_array_equal(chosen, gathered.topk_indices[layer])
+        for ranks in (forced, plain):
+            report = ranks.explain(ids, prefill_policy=policy)
+            assert report.prefill_paths == (path,)
+            assert set(report.bytes_exchanged) == {"argmax", "tp_sum", *kinds}
+            for layer, chosen in expected.topk_indices.items():
+                np.testing.assert_array_equal(chosen, report.topk_indices[layer])
+    assert expected.prefill_path is dj.PrefillPath.OWNED
+    assert plain.explain(ids).prefill_path is dj.PrefillPath.GATHERED
 
 
 def test_capacity_is_that_of_the_arrays(llm):

@@ -100,6 +100,7 @@ class Engine:
         *,
         chunk: int | None = None,
         last_sampling: Sampling | None = None,
+        policy: PrefillPolicy | None = None,
         **changes,
     ) -> Iterator[Chunk]:
         """Prefill chunk by chunk.
@@ -109,12 +110,13 @@ class Engine:
             pages: its pages.
             chunk: take fewer tokens at a time than `chunked_prefill_size`.
             last_sampling: how the last chunk draws the next token; None takes the most likely.
+            policy: chooses the path; None takes the engine's.
             **changes: fields of `StepOptions`.
         """
         size = min(self.chunked_prefill_size, chunk or self.chunked_prefill_size)
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
-            how = prefill_options(self.policy, self.group, [start], [len(part)])
+            how = prefill_options(policy or self.policy, self.group, [start], [len(part)])
             sampling = last_sampling if start + len(part) == len(tokens) else None
             row = Row(part, start, pages)
             result = self.runner.step([row], sampling=sampling, **how, **changes)
@@ -129,7 +131,13 @@ class Engine:
         prompt, scored = sequence.prompt_token_ids, sequence.params.prompt_logprobs
         if scored is not None:
             sequence.prompt_logprobs.append(None)
-            chunks = self.prefill_chunks(prompt, sequence.pages, chunk=SCORED_CHUNK, logits="all")
+            chunks = self.prefill_chunks(
+                prompt,
+                sequence.pages,
+                chunk=SCORED_CHUNK,
+                policy=sequence.prefill_policy,
+                logits="all",
+            )
             for chunk in chunks:
                 sequence.prompt_logprobs += prompt_logprobs(chunk, prompt, scored)
                 yield Progress(prefilled=chunk.length)
@@ -137,7 +145,9 @@ class Engine:
             self._advance([sequence], [Row(prompt[-1:], len(prompt) - 1, sequence.pages)])
             return
         sampling = sampling_of([sequence])
-        for chunk in self.prefill_chunks(prompt, sequence.pages, last_sampling=sampling):
+        for chunk in self.prefill_chunks(
+            prompt, sequence.pages, last_sampling=sampling, policy=sequence.prefill_policy
+        ):
             yield Progress(prefilled=chunk.length)
             if chunk.start + chunk.length == len(prompt):
                 _take([sequence], chunk.result)

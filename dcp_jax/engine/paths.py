@@ -25,6 +25,10 @@ def prefill_options(
         ValueError: the forced path is not eligible.
     """
     path = choose_path(policy, PrefillBatch(tuple(prefixes), tuple(extends)), group)
-    # Where nobody asks, both answers would be the same program compiled twice.
-    asks = path is PrefillPath.MHA_ONE_SHOT
-    return {"path": path, "with_prefix": any(prefixes) or not asks}
+    # Nothing that the path does not read: another value would be the same program compiled twice.
+    how: dict[str, Any] = {"path": path}
+    if path is PrefillPath.MHA_ONE_SHOT:
+        how["with_prefix"] = any(prefixes)
+    if path.gathers:
+        how["gather_chunk_tokens"] = policy.gather_chunk_tokens
+    return how

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dcp_jax.engine.outputs import Logprob
 from dcp_jax.engine.sampling_params import SamplingParams
 from dcp_jax.engine.text import TextStream
+from dcp_jax.policy import PrefillPolicy
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class Sequence:
         seed: uint32, of the noise.
         eos_token_ids: tokens that end a text.
         text: detokenizer and stop strings; None without a tokenizer.
+        prefill_policy: chooses the paths of the prompt; None takes the engine's.
         pages: pages that it holds, in order.
         output_token_ids: generated so far; the last one is not in the cache yet.
         logprobs: of the generated tokens and their most likely alternatives, if asked for.
@@ -34,6 +36,7 @@ class Sequence:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     text: TextStream | None = None
+    prefill_policy: PrefillPolicy | None = None
     pages: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -382,10 +382,12 @@ class Run:
     def read(self, ends: list[int], path: PrefillPath) -> None:
         """Read every sequence up to its end, a chunk per step."""
         group = parallelism(self.runner.model)
+        chunk = self.runner.opts.gather_chunk_tokens
+        policy = PrefillPolicy(force=path, gather_chunk_tokens=chunk)
         while active := [i for i, s in enumerate(self.sequences) if s.cached < ends[i]]:
             counts = [min(CHUNK, ends[i] - self.sequences[i].cached) for i in active]
             starts = [self.sequences[i].cached for i in active]
-            how = prefill_options(PrefillPolicy(force=path), group, starts, counts)
+            how = prefill_options(policy, group, starts, counts)
             self._step(active, counts, filler=2, **how)
 
     def decode(self) -> None:
