@@ -109,12 +109,14 @@ def test_check_config_prints_everything(run):
         "132 B a token and layer, 2,772 B in 21 layers",
         "padding none",
         "weights in all 94.92 GB",
-        "peak of a step: prefill, gathered",
-        "peak of a step: prefill, owned",
+        "peak of a step: prefill, mha_one_shot, 1 x 2048 tokens",
+        "peak of a step: prefill, gathered, 1 x 8192 tokens",
+        "peak of a step: prefill, gathered_split_indexer, 1 x 8192 tokens",
+        "peak of a step: prefill, owned, 1 x 2048 tokens",
         "left for a step 14.10 GB",
         "(8 heads a rank, 64 gathered)",
         "queries of gathered heads 9.44 MB",
-        "candidates 21.22 MB 2.72 GB 0 B",
+        "candidates 21.22 MB 0 B 0 B 0 B 679.18 MB",
     ):
         assert text in out
 
@@ -188,8 +190,8 @@ REFUSALS = [
             *("check-config", "deepseek-v3.2", *NODE, "--dcp", "8", *FP8),
             *("--chunked-prefill-size", "65536"),
         ],
-        "a prefill, owned step of 1 x 65536 tokens needs",
-        "--chunked-prefill-size 8192",
+        "a prefill, gathered_split_indexer step of 1 x 65536 tokens needs",
+        "--chunked-prefill-size 32768",
     ),
     Refusal(
         "rows",
@@ -213,8 +215,8 @@ REFUSALS = [
             *("--chunked-prefill-size", "262144"),
         ],
         "max_model_len=1000000 does not fit the pool of 963328 tokens (tp=8, dcp_size=2, "
-        "fp8_e4m3); a prefill, owned step of 1 x 262144 tokens needs",
-        "What does: --dcp-size 4 with --chunked-prefill-size 32768.",
+        "fp8_e4m3); a prefill, gathered_split_indexer step of 1 x 262144 tokens needs",
+        "What does: --dcp-size 4 with --chunked-prefill-size 65536.",
     ),
     Refusal("tp", ["plan", "glm-5", "--tp", "0"], "tp=0 is not a count", "at least 1"),
     Refusal(

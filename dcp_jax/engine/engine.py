@@ -116,7 +116,10 @@ class Engine:
             part = tokens[start : start + size]
             how = prefill_options(self.policy, self.group, [start], [len(part)])
             sampling = last_sampling if start + len(part) == len(tokens) else None
-            row = Row(part, start, pages)
+            # The dense path gathers every page of its table: none that later chunks will fill.
+            dense = how["path"] is PrefillPath.MHA_ONE_SHOT
+            table = pages[: self.pages_for(start + len(part))] if dense else pages
+            row = Row(part, start, table)
             result = self.runner.step([row], sampling=sampling, **how, **changes)
             yield Chunk(start, len(part), how["path"], result)
 
