@@ -309,12 +309,6 @@ TABLE: tuple[Refusal, ...] = (
     ),
     # Prefill and kernels.
     Refusal(
-        ("--prefill.dense-attn-kv-len-threshold", "--prefill.split-indexer-min-kv"),
-        "prefill attends to selected rows at every length, so there is no such threshold",
-        "--prefill.owned-prefill-ratio",
-        alternative="--prefill.force",
-    ),
-    Refusal(
         (
             *("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
             *("--dsa-prefill-backend", "--dsa-decode-backend"),

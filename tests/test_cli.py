@@ -48,7 +48,7 @@ def test_generate_prints_one_result_per_prompt(run, p3):
 
 
 def test_explain_prints_tables(run, p3):
-    flags = ["--tp", "2", "--dcp-size", "2", "--page-size", "4", "--prefill.force", "OWNED"]
+    flags = ["--tp", "2", "--dcp-size", "2", "--page-size", "4", "--prefill.force", "owned"]
     code, out, _ = run("explain", p3, *flags, *IDS, "--positions")
     assert code == 0
     for text in ("prefill path owned", "rank 1", "candidates", "layer 3: [0, 1, 2]"):

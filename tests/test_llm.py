@@ -141,19 +141,38 @@ def test_explain_equals_the_reference_and_counts_every_rank(llm, p3):
 
 @pytest.mark.slow
 def test_paths_and_exchanges_of_a_forced_policy(p3):
-    """Each path reports its own exchanges, and both select the same."""
+    """Each path reports its own exchanges, all select the same, and the dense one stops at K."""
     ids, reports = p3.arrays["input_ids"][0, :40].tolist(), {}
+    dense = dj.PrefillPath.MHA_ONE_SHOT
     for path in dj.PrefillPath:
-        policy = dj.PrefillPolicy(force=path)
         ranks = dj.LLM(
-            p3.path, tp=2, dcp_size=2, dtype="float32", page_size=4, prefill_policy=policy
+            p3.path,
+            tp=2,
+            dcp_size=2,
+            dtype="float32",
+            page_size=4,
+            prefill_policy=dj.PrefillPolicy(force=path),
         )
-        reports[path] = ranks.explain(ids)
-    owned, gathered = reports[dj.PrefillPath.OWNED], reports[dj.PrefillPath.GATHERED]
-    assert set(owned.bytes_exchanged) == {"argmax", "candidates", "merge", "q", "tp_sum"}
-    assert set(gathered.bytes_exchanged) == {"argmax", "index_k", "latent", "tp_sum"}
-    for layer, chosen in owned.topk_indices.items():
-        np.testing.assert_array_equal(chosen, gathered.topk_indices[layer])
+        if path is dense:
+            with pytest.raises(
+                ValueError, match="mha_one_shot.*40 keys are more than index_topk=16"
+            ):
+                ranks.explain(ids)
+        reports[path] = ranks.explain(ids[:16] if path is dense else ids)
+        assert reports[path].prefill_path is path
+    exchanged = {
+        path.value: set(r.bytes_exchanged) - {"argmax", "tp_sum"} for path, r in reports.items()
+    }
+    assert exchanged == {
+        "mha_one_shot": set(),
+        "gathered": {"index_k", "latent"},
+        "gathered_split_indexer": {"index_k", "latent", "topk"},
+        "owned": {"candidates", "merge", "q"},
+    }
+    for layer, chosen in reports[dj.PrefillPath.OWNED].topk_indices.items():
+        for path, report in reports.items():
+            rows = len(report.topk_indices[layer])
+            np.testing.assert_array_equal(report.topk_indices[layer], chosen[:rows], str(path))
 
 
 def test_capacity_is_that_of_the_arrays(llm):
@@ -327,14 +346,13 @@ def test_a_step_that_is_interrupted_after_its_caches_were_given_away(alone, monk
     """The donated caches are gone, so the runner starts empty ones and stays usable."""
     runner = alone.engine.runner
     expected = greedy(alone, [PROMPTS[1]], max_tokens=2)
-    (key,) = [k for k in runner._programs if k[0][0] == (1, 1)][:1]
-    program = runner._programs[key]
+    for key, program in list(runner._programs.items()):
 
-    def run(*args):
-        program.run(*args)
-        raise KeyboardInterrupt
+        def run(*args, program=program):
+            program.run(*args)
+            raise KeyboardInterrupt
 
-    monkeypatch.setitem(runner._programs, key, program._replace(run=run))
+        monkeypatch.setitem(runner._programs, key, program._replace(run=run))
     with pytest.raises(KeyboardInterrupt):
         greedy(alone, [PROMPTS[1]], max_tokens=2)
     monkeypatch.undo()

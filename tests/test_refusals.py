@@ -13,7 +13,7 @@ from dcp_jax import cli, llm
 from dcp_jax.cli.parse import flags
 from dcp_jax.engine.options import option_problems
 from dcp_jax.engine.sampling_params import SamplingParams
-from dcp_jax.policy import PrefillPath, PrefillPolicy, choose_path
+from dcp_jax.policy import Parallelism, PrefillBatch, PrefillPath, PrefillPolicy, choose_path
 from dcp_jax.refusals import check_keywords, find_unsupported, keyword, supported
 from dcp_jax.refusals_table import TABLE, Refusal
 
@@ -237,11 +237,19 @@ def test_every_engine_flag_reaches_the_engine(monkeypatch, golden):
 
 
 def test_every_threshold_decides_something():
-    sizes = {"prefix_tokens": 64, "extend_tokens": 4, "gathered_heads": 8}
-    found = {ratio: choose_path(PrefillPolicy(ratio), **sizes) for ratio in (1.0, 3.0)}
-    assert found == {1.0: PrefillPath.OWNED, 3.0: PrefillPath.GATHERED}
-    forced = PrefillPolicy(force=PrefillPath.OWNED)
-    assert choose_path(forced, **sizes) is PrefillPath.OWNED
+    batch, group = PrefillBatch((64,), (4,)), Parallelism(2, gathered_heads=8, index_topk=64)
+    for changes, path in (
+        ({}, PrefillPath.GATHERED),
+        ({"owned_prefill_ratio": 1.0}, PrefillPath.OWNED),
+        ({"split_indexer_min_kv": 66}, PrefillPath.GATHERED_SPLIT_INDEXER),
+        ({"allow_dense_beyond_topk": True}, PrefillPath.MHA_ONE_SHOT),
+        (
+            {"allow_dense_beyond_topk": True, "dense_attn_kv_len_threshold": 67},
+            PrefillPath.GATHERED,
+        ),
+        ({"force": "owned"}, PrefillPath.OWNED),
+    ):
+        assert choose_path(PrefillPolicy(**changes), batch, group) is path
 
 
 def test_prompt_and_sampling_flags_are_used(monkeypatch, run):

@@ -57,7 +57,9 @@ class EngineArgs:
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
-    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(default_factory=PrefillPolicy)
+    prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(
+        default_factory=PrefillPolicy
+    )
     """Thresholds of the prefill paths."""
 
     def load(self, prompts: list, *, generate: int, needs_tokenizer: bool = False):

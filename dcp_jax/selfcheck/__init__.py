@@ -24,6 +24,9 @@ DCP_SIZES = (1, 2, 4, 8)
 EXACT = 0.0
 FLOAT32 = 2e-5
 
+# cuDNN has one op, which is checked by name.
+OWN_IMPLEMENTATIONS = tuple(name for name in IMPLEMENTATIONS if name != "cudnn")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -79,10 +82,13 @@ def measure(area: str, check: str, limit: float, compute: Callable[[], float]) -
 
 
 def per_implementation(
-    area: str, op: str, cases: dict[str, tuple[float, Callable[[str], float]]]
+    area: str,
+    op: str,
+    cases: dict[str, tuple[float, Callable[[str], float]]],
+    implementations: Iterable[str] = OWN_IMPLEMENTATIONS,
 ) -> Iterator[Outcome]:
     """`cases` (limit, error for an implementation) of an op by every implementation there is."""
-    for implementation in IMPLEMENTATIONS:
+    for implementation in implementations:
         outcomes = [
             measure(
                 area, f"{op} {name} [{implementation}]", limit, partial(compute, implementation)

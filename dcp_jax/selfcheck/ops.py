@@ -24,6 +24,7 @@ from dcp_jax.selfcheck import (
     unequal,
 )
 from pallas_kernels import indexer, kv_layout, lse_merge, reference, sparse_mla, topk
+from pallas_kernels.dense_attention import dense_attention
 
 LSE = 2e-5
 # The inputs are rounded before both sides see them; what differs is how probabilities are rounded.
@@ -275,3 +276,27 @@ def attention_checks() -> Iterator[Outcome]:
     cases["e4m3 pool"] = (FLOAT32, case("e4m3"))
     cases |= {f"shards of W={n}": (FLOAT32, shards(n)) for n in DCP_SIZES[1:]}
     yield from per_implementation("attention", "sparse_mla", cases)
+    yield from _dense_attention_checks()
+
+
+def _dense_attention_checks() -> Iterator[Outcome]:
+    """Causal rows with and without a prefix, padding queries, large values beyond the visible."""
+    s, rng = sizes_here(), np.random.default_rng(4)
+    keys, dim, value = 4 * s.page_size, 4 * s.rope, 2 * s.rope
+    visible = np.array([[1, 2, 3, 0], [keys - 3, keys - 2, keys - 1, keys]], np.int32)
+    q = rng.standard_normal((2, 4, s.heads, dim)).astype(np.float32)
+    k = rng.standard_normal((2, keys, s.heads, dim)).astype(np.float32)
+    v = rng.standard_normal((2, keys, s.heads, value)).astype(np.float32)
+    k[0, 3:], v[0, 3:] = 1e4, 1e4
+
+    def case(kind):
+        def compute(implementation):
+            args = *(jnp.asarray(x, kind) for x in (q, k, v)), visible
+            attend = partial(dense_attention, scale=dim**-0.5, implementation=implementation)
+            got = compiled(attend, *args).astype(jnp.float32)
+            return distance(got, compiled(reference.dense_attention, *args, scale=dim**-0.5))
+
+        return compute
+
+    cases = {"float32": (FLOAT32, case("float32")), "bfloat16": (BFLOAT16, case("bfloat16"))}
+    yield from per_implementation("attention", "dense_attention", cases, ("cudnn", "xla"))

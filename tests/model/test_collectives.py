@@ -102,8 +102,15 @@ class Case:
             "gather_chunk_tokens": self.chunk_rows * self.dcp,
         }
 
+    def chunks(self, local_keys: int) -> tuple[int, int]:
+        """How many there are, and the rows of one: whole pages, as equal as can be."""
+        pages = local_keys // PAGE_SIZE
+        count = -(-pages // min(self.chunk_rows // PAGE_SIZE, pages))
+        return count, -(-pages // count) * PAGE_SIZE
 
-GATHERED = PrefillPath.GATHERED
+
+GATHERED, SPLIT = PrefillPath.GATHERED, PrefillPath.GATHERED_SPLIT_INDEXER
+MHA = PrefillPath.MHA_ONE_SHOT
 CASES = [
     Case("decode_2", 2, 2),
     Case("decode_3", 3, 3),
@@ -123,6 +130,9 @@ CASES = [
     Case("gathered_3_in_chunks", 3, 3, path=GATHERED, tokens=16, chunk_rows=128),
     Case("gathered_replicated_4", 4, 4, path=GATHERED, tokens=16, index_cache="replicated"),
     Case("gathered_fp8_8", 8, 8, path=GATHERED, tokens=16, kv_dtype="fp8_e4m3"),
+    Case("split_3_in_chunks", 3, 3, path=SPLIT, tokens=16, chunk_rows=128),
+    Case("split_replicated_8_of_4_ranks", 8, 4, path=SPLIT, tokens=16, index_cache="replicated"),
+    Case("dense_4", 4, 4, path=MHA, tokens=16),
 ]
 
 
@@ -145,18 +155,25 @@ def expected(case: Case, local_keys: int) -> Counter:
 
     sum_over_tp(None)  # the embedding
     for layer, full in ((0, True), (1, False), (2, True)):
-        if case.path is GATHERED:
+        if case.path.gathers:
             fp8 = case.kv_dtype == "fp8_e4m3"
             item, rope_item = (1, 2) if fp8 else (4, 4)
-            if full and case.index_cache == "sharded":
-                add(layer, "index_k", "all_gather", ("dcp",), local_keys * INDEX * item)
+            chunks, rows = case.chunks(local_keys)
+            # The first chunk stands before the loop over the others.
+            for loops in (0, 1) if chunks > 1 else (0,):
+                if full and case.index_cache == "sharded":
+                    add(layer, "index_k", "all_gather", ("dcp",), rows * INDEX * item, loops)
+                    if fp8:
+                        add(layer, "index_k", "all_gather", ("dcp",), rows * 4, loops)
+                add(layer, "latent", "all_gather", ("dcp",), rows * LATENT * item, loops)
+                add(layer, "latent", "all_gather", ("dcp",), rows * ROPE * rope_item, loops)
                 if fp8:
-                    add(layer, "index_k", "all_gather", ("dcp",), local_keys * 4)
-            rows, loops = min(case.chunk_rows, local_keys), int(case.chunk_rows < local_keys)
-            add(layer, "latent", "all_gather", ("dcp",), rows * LATENT * item, loops)
-            add(layer, "latent", "all_gather", ("dcp",), rows * ROPE * rope_item, loops)
-            if fp8:
-                add(layer, "latent", "all_gather", ("dcp",), rows * 4, loops)
+                    add(layer, "latent", "all_gather", ("dcp",), rows * 4, loops)
+            if full and case.path is SPLIT:
+                add(layer, "topk", "all_gather", ("dcp",), -(-n // dcp) * K * 4)
+        elif case.path is MHA:  # the whole table at once, and nothing to select
+            add(layer, "latent", "all_gather", ("dcp",), local_keys * LATENT * 4)
+            add(layer, "latent", "all_gather", ("dcp",), local_keys * ROPE * 4)
         else:
             if full and case.index_cache == "sharded":
                 sent = K if case.candidates == "full" else PRUNED[dcp]
@@ -206,7 +223,7 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
     assert local_keys >= K, "or pruning cuts nothing"
     assert listed == expected(case, local_keys)
     # `explain` and the benches report this count; it reads the jaxpr, the test reads StableHLO.
-    chunks = -(-local_keys // case.chunk_rows)
+    chunks, _ = case.chunks(local_keys)
     received: Counter[str] = Counter()
     for e in found:
         ranks = {"dcp": case.dcp, "model": case.tp // case.dcp}
@@ -218,7 +235,7 @@ def test_step_has_the_designs_collectives(open_case, case: Case):
             "reduce_scatter": e.operand_bytes - e.result_bytes,
             "all_reduce": 2 * e.operand_bytes * (size - 1) / size,
         }[e.op]
-        received[e.kind] += round(moved) * (chunks if e.loops else 1)
+        received[e.kind] += round(moved) * (chunks - 1 if e.loops else 1)
     reported: Counter[str] = Counter()
     for c in collectives(traced.jaxpr, dict(runner.model.mesh.shape)):
         reported[c.kind] += c.received_bytes
