@@ -173,9 +173,7 @@ def _plot(directory: Path, log: list[dict[str, Any]]) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     tokens = [line["tokens"] / 1e6 for line in log]
-    changes = [
-        a for a, b, c in zip(tokens[1:], log, log[1:], strict=False) if b["stage"] != c["stage"]
-    ]
+    changes = [tokens[i] for i in range(1, len(log)) if log[i]["stage"] != log[i - 1]["stage"]]
 
     def figure(name: str, label: str, curves: dict[str, list[float | None]]) -> None:
         plot, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
