@@ -51,7 +51,7 @@ class Cell:
 
 def cells(lengths: tuple[int, ...], depths: tuple[float, ...]) -> list[Cell]:
     """The table of the acceptance, the most telling cells first."""
-    largest, middle = max(lengths), sorted(lengths)[(len(lengths) + 1) // 2]
+    largest, middle = max(lengths), sorted(lengths)[len(lengths) // 2]
     return [
         *(Cell(length, depth) for length in lengths for depth in depths),
         *(Cell(length, needles=2) for length in lengths),

@@ -184,7 +184,8 @@ def _plot(directory: Path, log: list[dict[str, Any]]) -> None:
         for change in changes:
             axes.axvline(change, color="0.8", linewidth=0.8, zorder=0)
         axes.set(xlabel="million tokens (a grey line: the next stage)", ylabel=label)
-        axes.legend(fontsize="small")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
         plot.savefig(directory / name, dpi=110)
         pyplot.close(plot)
 
