@@ -6,9 +6,11 @@
 
 BIN := .venv/bin
 READY := .venv/ready
+# The model in the box where it is; a small reference case where it is not.
+DEMO := $(if $(wildcard checkpoints/tiny-dsa/config.json),tiny-dsa,tests/golden/p3_glm_indexshare)
 
 demo: $(READY)
-	$(BIN)/dcp-jax demo tests/golden/p3_glm_indexshare
+	$(BIN)/dcp-jax demo $(DEMO)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not full_grid"

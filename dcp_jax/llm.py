@@ -32,6 +32,7 @@ from dcp_jax.generation_config import GenerationConfig
 from dcp_jax.layers.sizes import padding
 from dcp_jax.mesh import AXES, DCP, make_mesh, tp_size
 from dcp_jax.model import Model
+from dcp_jax.named import find_model
 from dcp_jax.policy import PrefillPolicy, check_forced
 from dcp_jax.prompts import Prompt, as_list, check_fits, text_of, token_ids
 from dcp_jax.refusals import check_keywords
@@ -80,7 +81,8 @@ class LLM:
         """Load the model and allocate its caches.
 
         Args:
-            model: a Hugging Face or Orbax checkpoint directory; with `params`, its config suffices.
+            model: a Hugging Face or Orbax checkpoint directory, or the name of a model in the box
+                ("tiny-dsa"); with `params`, its config suffices.
             tp: devices in all that the weights are spread over.
             dcp_size: how many of them share the tokens of the caches; divides `tp`.
             dtype: of weights and activations; "float32" computes with highest precision.
@@ -135,7 +137,8 @@ class LLM:
         if isinstance(model, ModelConfig):
             directory, self.config = None, model
         else:
-            directory, self.config = Path(model), ModelConfig.from_hf(model)
+            directory = find_model(model)
+            self.config = ModelConfig.from_hf(directory)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory) if directory else None
         self.chat_template = load_chat_template(directory) if directory else None
         self._template_tokens = load_template_tokens(directory) if directory else None

@@ -64,6 +64,30 @@ def golden() -> Callable[[str], Golden]:
     return case
 
 
+@dataclass(frozen=True)
+class TinyDsa:
+    """The model in the box, or random weights of its sizes in its place.
+
+    Attributes:
+        path: checkpoint directory.
+        trained: tests hold a model to its answers, which random weights do not know, only if so.
+    """
+
+    path: Path
+    trained: bool
+
+
+@pytest.fixture(scope="session")
+def tiny_dsa(tmp_path_factory) -> TinyDsa:
+    """`checkpoints/tiny-dsa` once it exists; until then a stand-in, whose answers mean nothing."""
+    trained = TESTS.parent / "checkpoints" / "tiny-dsa"
+    if (trained / "config.json").is_file():
+        return TinyDsa(trained, trained=True)
+    from dcp_jax.testing.stand_in import write_stand_in
+
+    return TinyDsa(write_stand_in(tmp_path_factory.mktemp("tiny-dsa")), trained=False)
+
+
 @pytest.fixture(scope="session")
 def golden_quant() -> dict[str, np.ndarray]:
     """Bytes of the cache and weight formats: see tests/golden/README.md."""

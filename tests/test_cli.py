@@ -112,7 +112,7 @@ REFUSALS = [
     Refusal("shared-layer", ["explain", "P3", *IDS, "--layers", "2"], "layers [2] have no indexer"),
     Refusal("chat-without-tokenizer", ["chat", "P3"], "has no tokenizer.json"),
     Refusal("temperature", ["generate", "P3", *IDS, "--temperature", "-1"], "temperature=-1.0"),
-    Refusal("demo", ["demo", "nowhere"], "nowhere has no golden.npz"),
+    Refusal("demo", ["demo", "nowhere"], "nowhere holds no config.json"),
 ]
 
 

@@ -19,6 +19,7 @@ from dcp_jax.cli.bench import COMMANDS as BENCH_COMMANDS
 from dcp_jax.cli.chat import Chat
 from dcp_jax.cli.engine import EngineArgs
 from dcp_jax.cli.parse import parse
+from dcp_jax.cli.passkey import COMMANDS as PASSKEY_COMMANDS
 from dcp_jax.cli.plan import COMMANDS as PLAN_COMMANDS
 from dcp_jax.cli.sampling import SamplingArgs
 from dcp_jax.cli.selfcheck import COMMANDS as CHECK_COMMANDS
@@ -118,18 +119,22 @@ class Explain:
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """Generate at dcp_size 1 and W from a checkpoint with known tokens, and compare all three."""
+    """Find a number in a long text with W ranks; exit code 1 if it is not found.
 
-    case: Positional[Path]
-    """A directory of tests/golden."""
+    With a directory of tests/golden: generate at dcp_size 1 and W, and compare with the reference.
+    """
+
+    model: Positional[Path] = Path("tiny-dsa")
+    """A checkpoint with a tokenizer, tiny-dsa, or a directory of tests/golden."""
     dcp_size: int = 8
     """W."""
 
     def run(self, console: Console) -> None:
-        """Run the demonstration; exit code 1 if tokens differ."""
-        from dcp_jax.demo import run
+        """Run the demonstration."""
+        from dcp_jax import demo, golden_demo
 
-        if not run(self.case, self.dcp_size, console):
+        golden = (self.model / "golden.npz").is_file()
+        if not (golden_demo if golden else demo).run(self.model, self.dcp_size, console):
             sys.exit(1)
 
 
@@ -142,6 +147,7 @@ def main(args: list[str] | None = None) -> None:
             "chat": Chat,
             "explain": Explain,
             "demo": Demo,
+            **PASSKEY_COMMANDS,
             **PLAN_COMMANDS,
             **CHECK_COMMANDS,
             **BENCH_COMMANDS,

@@ -114,6 +114,7 @@ class BenchPrefill:
         """
         from dcp_jax.bench.cases import grid, whole_numbers
         from dcp_jax.bench.options import PrefillOptions
+        from dcp_jax.named import NAMES, find_model
 
         if (self.model is None) == (self.config is None):
             raise ValueError(
@@ -125,8 +126,9 @@ class BenchPrefill:
             whole_numbers("--extend", self.extend, least=1),
             whole_numbers("--batch", self.batch, least=1),
         )
+        model = find_model(str(self.model)) if str(self.model) in NAMES else self.model
         return PrefillOptions(
-            model=self.config or self.model,  # type: ignore[arg-type]
+            model=self.config or model,  # type: ignore[arg-type]
             cases=cases,
             random_weights=self.random_weights,
             layers=self.layers,

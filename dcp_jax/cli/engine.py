@@ -24,7 +24,7 @@ class EngineArgs:
     """Model and engine."""
 
     model: Positional[Path | None] = None
-    """Checkpoint directory, Hugging Face or Orbax."""
+    """Checkpoint directory, Hugging Face or Orbax, or a model in the box: tiny-dsa."""
     model_path: Path | None = None
     """The same, as an option."""
     tp: Annotated[int, aliases("--tp-size", "--tensor-parallel-size", "-tp")] = 1
@@ -80,9 +80,11 @@ class EngineArgs:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         from dcp_jax.config import ModelConfig
         from dcp_jax.llm import LLM
+        from dcp_jax.named import find_model
         from dcp_jax.prompts import check_fits, token_ids
         from dcp_jax.tokenizer import load_tokenizer
 
+        model = find_model(model)
         config, tokenizer = ModelConfig.from_hf(model), load_tokenizer(model)
         if needs_tokenizer and tokenizer is None:
             raise ValueError(

@@ -13,6 +13,8 @@ from tyro.conf import EnumChoicesFromValues, Positional
 from dcp_jax.cli.engine import aliases
 from dcp_jax.config import ModelConfig
 from dcp_jax.configs import NAMES, named_config
+from dcp_jax.named import NAMES as IN_THE_BOX
+from dcp_jax.named import find_model
 from dcp_jax.plan import (
     RESERVE,
     Calibration,
@@ -30,6 +32,8 @@ KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
 
 def load_config(model: str) -> ModelConfig:
     """The config of a released model by its name, or of a checkpoint directory."""
+    if model in IN_THE_BOX:
+        return ModelConfig.from_hf(find_model(model))
     if model in NAMES or not Path(model).exists():
         return ModelConfig.from_hf(named_config(model))
     return ModelConfig.from_hf(model)

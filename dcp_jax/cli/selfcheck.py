@@ -24,7 +24,7 @@ class SelfCheck:
     """
 
     model: Positional[Path | None] = None
-    """Checkpoint to compare dcp_size 1 and W with; default: a tiny random one."""
+    """Checkpoint (or tiny-dsa) to compare dcp_size 1 and W with; default: a tiny random one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the checkpoint's weights and activations; float32 compares every token."""
     json: bool = False
@@ -33,10 +33,12 @@ class SelfCheck:
     def run(self, console: Console) -> None:
         """Check everything, print what was measured, exit."""
         from dcp_jax.config import ModelConfig
+        from dcp_jax.named import find_model
         from dcp_jax.selfcheck import exit_code, layout, mesh, ops, run
 
-        if self.model is not None:
-            ModelConfig.from_hf(self.model)  # a model that is none is refused, not a failed check
+        model = None if self.model is None else find_model(self.model)
+        if model is not None:
+            ModelConfig.from_hf(model)  # a model that is none is refused, not a failed check
         mesh.available()  # before the backend starts: on CPU, devices can be made
         outcomes = []
         areas = (
@@ -47,7 +49,7 @@ class SelfCheck:
             ops.topk_checks,
             ops.attention_checks,
             mesh.exchange_checks,
-            partial(mesh.model_checks, self.model, dtype=self.dtype),
+            partial(mesh.model_checks, model, dtype=self.dtype),
         )
         with console.status("checking") as status:
             for outcome in run(areas):
