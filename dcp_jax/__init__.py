@@ -4,8 +4,7 @@ The public names are imported on first use: `import dcp_jax` neither imports jax
 backend, so that the number of CPU devices or the memory fraction can still be set.
 """
 
-from importlib import import_module
-from typing import Any
+from dcp_jax.lazy import lazy_names
 
 _HOME = {
     "AsyncLLM": "dcp_jax.async_llm",
@@ -25,15 +24,4 @@ _HOME = {
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(globals(), _HOME)

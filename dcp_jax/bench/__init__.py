@@ -10,8 +10,7 @@
 Names are imported on first use: reading and fitting records needs no jax.
 """
 
-from importlib import import_module
-from typing import Any
+from dcp_jax.lazy import lazy_names
 
 _HOME = {
     "Case": "dcp_jax.bench.cases",
@@ -29,15 +28,4 @@ _HOME = {
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(globals(), _HOME)

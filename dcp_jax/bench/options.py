@@ -8,17 +8,10 @@ from typing import Any, Literal, NamedTuple
 from dcp_jax.bench.cases import PARTS, Case, grid
 from dcp_jax.config import ModelConfig
 from dcp_jax.configs import NAMES, named_config
+from dcp_jax.dcp.step import DCP_COMMS, INDEX_CACHES
+from dcp_jax.engine.options import KV_CACHE_DTYPES
 from dcp_jax.mesh import check_sizes
 from dcp_jax.policy import PrefillPath, PrefillPolicy
-
-KV_DTYPES = {
-    "auto": None,
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp8": "fp8_e4m3",
-    "fp8_e4m3": "fp8_e4m3",
-}
 
 
 class TimedLayer(NamedTuple):
@@ -100,9 +93,9 @@ class PrefillOptions:
         allowed = {
             "parts": PARTS,
             "dtype": ("auto", "float32", "bfloat16"),
-            "kv_cache_dtype": tuple(KV_DTYPES),
-            "index_cache": ("sharded", "replicated"),
-            "dcp_comm": ("a2a", "ag_rs"),
+            "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
+            "index_cache": INDEX_CACHES,
+            "dcp_comm": DCP_COMMS,
         }
         for name, values in allowed.items():
             given = getattr(self, name)
@@ -196,7 +189,7 @@ class PrefillOptions:
 
     def resolved_kv_dtype(self) -> str:
         """The dtype of both caches."""
-        return KV_DTYPES[self.kv_cache_dtype] or self.resolved_dtype()
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or self.resolved_dtype()
 
     def variants(self) -> list[tuple[PrefillPath, int | None]]:
         """Every path, the `GATHERED` kinds once per chunk size."""

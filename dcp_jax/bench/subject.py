@@ -25,7 +25,7 @@ from dcp_jax.bench.records import Setup
 from dcp_jax.cache.pool import CacheSpec
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.devices import ensure_devices
-from dcp_jax.engine.paths import parallelism
+from dcp_jax.engine.paths import parallelism, path_options
 from dcp_jax.functional import load_params
 from dcp_jax.layers.indexer import Selection
 from dcp_jax.mesh import make_mesh
@@ -167,18 +167,17 @@ class Subject:
     ) -> Program:
         """The compiled program of a part (`timed` is None for a step); cases share buckets."""
         path, chunk = variant
-        with_prefix = case.prefix > 0 or path is not PrefillPath.MHA_ONE_SHOT
-        key = (part, timed, variant, self.shape(case), with_prefix)
+        how = path_options(path, case.tokens.prefixes)
+        key = (part, timed, variant, self.shape(case), how["with_prefix"])
         if key in self._programs:
             return self._programs[key]
         options = self.options
         opts = StepOptions(
             page_size=options.page_size,
-            path=path,
+            **how,
             dcp_comm=options.dcp_comm,  # type: ignore[arg-type]
             index_cache=options.index_cache,  # type: ignore[arg-type]
             gather_chunk_tokens=chunk or StepOptions.gather_chunk_tokens,
-            with_prefix=with_prefix,
             return_hidden=part == "step",
         )
         if timed is None:

@@ -42,6 +42,11 @@ def prefill_options(
         ValueError: the forced path is not eligible.
     """
     path = choose_path(policy, PrefillBatch(tuple(prefixes), tuple(extends)), group)
+    return path_options(path, prefixes)
+
+
+def path_options(path: PrefillPath, prefixes: Sequence[int]) -> dict[str, Any]:
+    """Fields of `StepOptions` for a given path and rows with `prefixes` cached tokens each."""
     # Where nobody asks, both answers would be the same program compiled twice.
     asks = path is PrefillPath.MHA_ONE_SHOT
     return {"path": path, "with_prefix": any(prefixes) or not asks}
