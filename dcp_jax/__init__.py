@@ -7,6 +7,7 @@ backend, so that the number of CPU devices or the memory fraction can still be s
 from dcp_jax.lazy import lazy_names
 
 _HOME = {
+    "AsyncLLM": "dcp_jax.async_llm",
     "Batch": "dcp_jax.dcp.step",
     "LLM": "dcp_jax.llm",
     "Model": "dcp_jax.model",

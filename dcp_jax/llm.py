@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
+from dcp_jax.cache.pages import PagePool
 from dcp_jax.cache.pool import CacheSpec
 from dcp_jax.cache.sizing import Capacity, capacity, size_pool
 from dcp_jax.chat.template import load_chat_template, load_template_tokens, render_chat
@@ -19,13 +21,18 @@ from dcp_jax.config import ModelConfig
 from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import StepOptions
 from dcp_jax.devices import ensure_devices
-from dcp_jax.engine.engine import Engine, Progress
+from dcp_jax.engine.engine import Engine
+from dcp_jax.engine.executor import Executor
+from dcp_jax.engine.ladder import Ladder
 from dcp_jax.engine.options import check_options
 from dcp_jax.engine.outputs import RequestOutput, StreamOutput
-from dcp_jax.engine.results import request_output, stream_pieces
+from dcp_jax.engine.paths import longest_dense_row, parallelism, possible_paths
+from dcp_jax.engine.request import Request
+from dcp_jax.engine.results import Pieces, request_output
 from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sampling_params import SamplingParams
-from dcp_jax.engine.sequence import Sequence
+from dcp_jax.engine.scheduler import Scheduler, SchedulerOptions
+from dcp_jax.engine.serving_loop import serve
 from dcp_jax.engine.text import TextStream
 from dcp_jax.functional import check_arrays, load_params
 from dcp_jax.generation_config import GenerationConfig
@@ -50,7 +57,7 @@ class LLM:
         capacity: tokens that fit in the caches, and their bytes.
         max_model_len: tokens of a prompt and its continuation together, at most.
         padding: sizes that tp does not divide: name -> (real size, zero-padded size in memory).
-        engine: the loop over steps; `engine.runner` holds the caches and counts compilations.
+        engine: takes requests and runs steps; see `engine.serving_loop` for loops of your own.
     """
 
     def __init__(
@@ -67,10 +74,15 @@ class LLM:
         kernels: str | None = None,
         max_model_len: int | None = None,
         max_running_requests: int = 64,
+        max_queued_requests: int | None = None,
         chunked_prefill_size: int = 8192,
+        decode_steps: int = 1,
+        enable_prefix_caching: bool = True,
         page_size: int = 64,
         mem_fraction_static: float = 0.9,
         max_total_tokens: int | None = None,
+        ladder: Ladder | None = None,
+        compilation_cache_dir: str | Path | None = None,
         seed: int = 0,
         params: dict | None = None,
         mesh: Mesh | None = None,
@@ -91,12 +103,18 @@ class LLM:
             kernels: implementation of every op; None or "auto" takes the best available.
             max_model_len: default: what the model allows and the pool holds.
             max_running_requests: sequences decoded together.
-            chunked_prefill_size: tokens of a prompt per step.
+            max_queued_requests: more than these may not wait: submitting one raises `QueueFull`.
+            chunked_prefill_size: tokens of prompts per step.
+            decode_steps: tokens that a decode launch draws for each request: more of them cost
+                fewer launches, and tokens arrive in groups.
+            enable_prefix_caching: keep the pages of what was read for prompts that begin alike.
             page_size: rows of a page on each rank.
             mem_fraction_static: for weights and caches, of the device memory that JAX may use (0.75
                 of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; the command line
                 raises it to 0.95).
             max_total_tokens: size of the pool over all ranks; default: what fits.
+            ladder: sizes that steps are compiled for; default: a few of each kind.
+            compilation_cache_dir: where compiled programs are kept for the next start.
             seed: of the seeds of requests that name none.
             params: arrays already in memory, as `weights.load_hf` returns them.
             mesh: an existing mesh; replaces `tp` and `dcp_size`.
@@ -126,10 +144,14 @@ class LLM:
             dcp_size=dcp_size,
             max_model_len=max_model_len,
             max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
             chunked_prefill_size=chunked_prefill_size,
+            decode_steps=decode_steps,
+            enable_prefix_caching=enable_prefix_caching,
             page_size=page_size,
             mem_fraction_static=mem_fraction_static,
             max_total_tokens=max_total_tokens,
+            compilation_cache_dir=compilation_cache_dir,
             prefill=policy,
         )
         if isinstance(model, ModelConfig):
@@ -151,6 +173,8 @@ class LLM:
                 f"{self.config.max_position_embeddings}: positions beyond it were never trained; "
                 "give at most that."
             )
+        if compilation_cache_dir is not None:
+            jax.config.update("jax_compilation_cache_dir", str(compilation_cache_dir))
         if mesh is None:
             ensure_devices(tp)
             mesh = make_mesh(tp, dcp_size)
@@ -186,24 +210,45 @@ class LLM:
                 f"tokens: give at most {spec.tokens}, or raise max_total_tokens, "
                 "mem_fraction_static or dcp_size."
             )
-        self.engine = Engine(
-            Runner(
-                self.model,
-                params,
-                spec,
-                StepOptions(
-                    page_size=page_size,
-                    dcp_comm=options.dcp_comm,
-                    index_cache=index_cache,
-                    gather_chunk_tokens=policy.gather_chunk_tokens,
-                    kernels=None if kernels == "auto" else kernels,
-                ),
-                largest_step=chunked_prefill_size,
+        runner = Runner(
+            self.model,
+            params,
+            spec,
+            StepOptions(
+                page_size=page_size,
+                dcp_comm=options.dcp_comm,
+                index_cache=index_cache,
+                gather_chunk_tokens=policy.gather_chunk_tokens,
+                kernels=None if kernels == "auto" else kernels,
             ),
-            policy=policy,
-            max_running_requests=max_running_requests,
-            chunked_prefill_size=chunked_prefill_size,
+            largest_step=chunked_prefill_size,
         )
+        group = parallelism(runner.model)
+        if ladder is None:
+            ladder = Ladder.of(
+                max_running_requests=max_running_requests,
+                chunked_prefill_size=min(chunked_prefill_size, self.max_model_len),
+                max_model_len=self.max_model_len,
+                page_size=page_size,
+                dcp_size=dcp_size,
+                paths=possible_paths(policy, group),
+                dense_tokens=longest_dense_row(policy, group),
+            )
+        ladder.check(
+            rows=max_running_requests,
+            pages=pages_needed(self.max_model_len, page_size, dcp_size),
+        )
+        executor = Executor(runner, ladder, slots=max_running_requests, decode_steps=decode_steps)
+        scheduler = Scheduler(
+            PagePool(spec.pages, page_size, dcp_size, share=enable_prefix_caching),
+            SchedulerOptions(
+                max_running_requests=max_running_requests,
+                chunked_prefill_size=min(chunked_prefill_size, ladder.chunks[-1][1]),
+                decode_steps=decode_steps,
+                max_queued_requests=max_queued_requests,
+            ),
+        )
+        self.engine = Engine(executor, scheduler, policy)
         self.capacity: Capacity = capacity(spec)
         self.padding = padding(self.config, tp)
         for name, (real, held) in self.padding.items():
@@ -231,16 +276,17 @@ class LLM:
         """
         listed = as_list(prompts)
         defaults = self.default_sampling_params()
-        groups = self._sequences(listed, defaults if sampling_params is None else sampling_params)
-        sequences = [sequence for group in groups for sequence in group]
-        with tqdm(total=len(sequences), desc="generate", unit="req", disable=not use_tqdm) as bar:
-            done = Progress()
-            for progress in self.engine.run(sequences):
-                done = Progress(*map(sum, zip(done, progress, strict=True)))
-                bar.update(progress.finished)
-                rate = done.generated / (bar.format_dict["elapsed"] or 1e-9)
+        groups = self._requests(listed, defaults if sampling_params is None else sampling_params)
+        requests = [request for group in groups for request in group]
+        with tqdm(total=len(requests), desc="generate", unit="req", disable=not use_tqdm) as bar:
+            mine, prefilled, generated = set(requests), 0, 0
+            for report in serve(self.engine, requests):
+                prefilled += report.prefilled
+                generated += report.generated
+                bar.update(sum(request in mine for request in report.finished))
+                rate = generated / (bar.format_dict["elapsed"] or 1e-9)
                 bar.set_postfix_str(
-                    f"{done.prefilled} prompt + {done.generated} new tokens, {rate:.1f} tok/s"
+                    f"{prefilled} prompt + {generated} new tokens, {rate:.1f} tok/s", refresh=False
                 )
         return [
             request_output(str(number), text_of(prompt), group, self.tokenizer)
@@ -258,13 +304,39 @@ class LLM:
         Raises:
             ValueError: as `generate`, before the first piece.
         """
+        group = self.requests(prompt, sampling_params)
+        asked = group[0].params.prompt_logprobs
+        if asked is not None:
+            raise ValueError(f"prompt_logprobs={asked} are not streamed: use generate or score.")
+        return self._pieces(group)
+
+    def _pieces(self, group: list[Request]) -> Iterator[StreamOutput]:
+        pieces = Pieces(group, self.tokenizer)
+        for _ in serve(self.engine, group):
+            yield from pieces.new()
+        yield from pieces.new()
+
+    def requests(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> list[Request]:
+        """The `n` requests of one prompt, for a serving loop of your own.
+
+        Raises:
+            ValueError: as `generate`.
+        """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
-        if params.prompt_logprobs is not None:
-            raise ValueError(
-                f"prompt_logprobs={params.prompt_logprobs} are not streamed: use generate or score."
-            )
-        (group,) = self._sequences([prompt], params)
-        return stream_pieces(self.engine, group, self.tokenizer)
+        return self._requests([prompt], params)[0]
+
+    def warm_up(self, *, use_tqdm: bool = True) -> None:
+        """Compile what every step can run in, and the rest of the sizes in the background.
+
+        Without it, a size is compiled when it is first needed. `close` ends the background work.
+        """
+        self.engine.executor.warm_up(use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """End work in the background; the LLM stays usable."""
+        self.engine.close()
 
     def chat(
         self,
@@ -319,10 +391,10 @@ class LLM:
         defaults: dict[str, Any] = dict(self.generation_config.sampling_defaults())
         return SamplingParams(**defaults)
 
-    def _sequences(
+    def _requests(
         self, prompts: list, params: SamplingParams | list[SamplingParams]
-    ) -> list[list[Sequence]]:
-        """`n` sequences per prompt, all checked before any runs."""
+    ) -> list[list[Request]]:
+        """`n` requests per prompt, all checked before any runs."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
             raise ValueError(
@@ -339,7 +411,7 @@ class LLM:
             seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
             groups.append(
                 [
-                    Sequence(
+                    Request(
                         ids,
                         params,
                         limit,

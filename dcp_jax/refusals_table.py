@@ -69,18 +69,10 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("--enable-prefix-caching", "--enable-radix-cache"),
-        "no page is shared between requests yet, so every prompt is prefilled whole",
-        "--disable-radix-cache",
-        takes="none",
-        alternative="leave it out",
-    ),
-    Refusal(
-        ("--disable-radix-cache",),
-        "no prefix cache exists that could be switched on",
+        "prompts that begin alike share pages unless that is switched off",
         "--disable-radix-cache",
         one_of("false"),
         takes="none",
-        alternative="leave it out",
     ),
     Refusal(
         ("--enable-hisparse", "--hisparse-config"),
@@ -331,8 +323,15 @@ TABLE: tuple[Refusal, ...] = (
         takes="many",
     ),
     Refusal(
-        ("--enable-mixed-chunk", "--enable-two-batch-overlap", "--enable-dbo"),
-        "a step is either a prefill or a decode of one batch",
+        ("--enable-mixed-chunk",),
+        "chunks of prompts are always read between decode steps",
+        "--chunked-prefill-size to bound them",
+        one_of("false"),
+        takes="none",
+    ),
+    Refusal(
+        ("--enable-two-batch-overlap", "--enable-dbo"),
+        "a step launches one batch after the other on all ranks",
         _LEAVE_OUT,
         takes="none",
     ),

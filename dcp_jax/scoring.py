@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 from tqdm.auto import tqdm
 
-from dcp_jax.engine.engine import Chunk, Engine
+from dcp_jax.engine.engine import Engine
 from dcp_jax.engine.logprobs import log_softmax
+from dcp_jax.engine.reading import Chunk, read_prompt
 from dcp_jax.reports import ExplainReport, PromptLogprobs, explain_report, row_of
 
 
@@ -75,17 +76,32 @@ def explain(
     return explain_report(chunks, engine.runner.model.cfg.index_topk, layers)
 
 
-def _read(engine: Engine, ids: list[int], use_tqdm: bool, **changes) -> Iterator[Chunk]:
-    """Prefill `ids` on pages of its own, given back afterwards; a bar if it takes several steps."""
-    pages = engine.reserve(len(ids))
-    quiet = not use_tqdm or len(ids) <= engine.chunked_prefill_size
+def _read(
+    engine: Engine, ids: list[int], use_tqdm: bool, chunk: int | None = None, **changes
+) -> Iterator[Chunk]:
+    """Prefill `ids` on pages of its own, given back afterwards; a bar if it takes several steps.
+
+    Raises:
+        ValueError: running requests hold the pages.
+    """
+    largest = engine.scheduler.options.chunked_prefill_size
+    size = min(largest, chunk or largest)
+    pages = engine.scheduler.reserve(len(ids))
+    if pages is None:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens finds no free pages: finish or close the streams that "
+            "hold the others."
+        )
+    quiet = not use_tqdm or len(ids) <= size
     try:
         with tqdm(total=len(ids), desc="prefill", unit="tok", disable=quiet) as bar:
-            for chunk in engine.prefill_chunks(ids, pages, **changes):
-                bar.update(chunk.length)
-                yield chunk
+            for part in read_prompt(
+                engine.runner, engine.policy, ids, pages, chunk=size, **changes
+            ):
+                bar.update(part.length)
+                yield part
     finally:
-        engine.allocator.free(pages)
+        engine.scheduler.release(pages)
 
 
 def _scored(logits, positions, ids, output, top) -> tuple[np.ndarray, ...]:

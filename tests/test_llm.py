@@ -8,8 +8,7 @@ import pytest
 
 import dcp_jax as dj
 from dcp_jax.cache.pool import init_cache
-from dcp_jax.engine.engine import Progress
-from dcp_jax.engine.sequence import Sequence
+from dcp_jax.engine.serving_loop import serve
 from dcp_jax.mesh import make_mesh
 from dcp_jax.weights.orbax import save_orbax
 
@@ -32,6 +31,13 @@ def alone(p3):
     return dj.LLM(p3.path, dtype="float32", page_size=16)
 
 
+def check_pages(llm):
+    """Nothing runs, and every page is free or in the prefix cache."""
+    assert not llm.engine.busy
+    assert llm.engine.scheduler.pool.available == llm.capacity.pages
+    llm.engine.scheduler.check()
+
+
 def greedy(llm, prompts, **params):
     outs = llm.generate(prompts, dj.SamplingParams(temperature=0.0, **params), use_tqdm=False)
     return [out.outputs[0].token_ids for out in outs]
@@ -40,7 +46,7 @@ def greedy(llm, prompts, **params):
 def test_golden_tokens_with_a_chunked_prompt_of_two_paths(llm, p3):
     prompt, expected = (p3.arrays[k].tolist() for k in ("greedy_prompt", "greedy_tokens"))
     assert greedy(llm, prompt, max_tokens=32, ignore_eos=True) == [expected]
-    assert llm.engine.allocator.available == llm.capacity.pages
+    check_pages(llm)
 
 
 def test_a_ragged_batch_equals_each_prompt_alone_and_one_rank(llm, alone):
@@ -60,7 +66,7 @@ def test_forms_of_a_prompt(llm):
 
 
 def test_requests_wait_for_pages_and_give_them_back(p3, llm):
-    """A pool of three pages runs four prompts of two pages each, one after the other."""
+    """A pool of three pages runs four prompts of two pages each, one or two at a time."""
     small = dj.LLM(
         p3.path,
         tp=4,
@@ -74,7 +80,7 @@ def test_requests_wait_for_pages_and_give_them_back(p3, llm):
     got = greedy(small, prompts, max_tokens=4, ignore_eos=True)
     assert got == greedy(llm, prompts, max_tokens=4, ignore_eos=True)
     assert small.capacity.tokens == 48
-    assert small.engine.allocator.available == 3
+    check_pages(small)
 
 
 def test_eos_and_the_end_of_the_context(llm, monkeypatch):
@@ -92,20 +98,22 @@ def test_eos_and_the_end_of_the_context(llm, monkeypatch):
 
 
 def test_an_interrupted_call_gives_its_pages_back(llm, monkeypatch):
-    def interrupt(rows, **_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.engine.runner, "step", interrupt)
+    monkeypatch.setattr(llm.engine.executor, "read", interrupt)
     with pytest.raises(KeyboardInterrupt):
         greedy(llm, PROMPTS, max_tokens=2)
-    assert llm.engine.allocator.available == llm.capacity.pages
+    check_pages(llm)
 
 
 def test_progress_adds_up(llm):
     params = dj.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    seen = list(llm.engine.run([Sequence(p, params, limit=3) for p in PROMPTS]))
-    total = Progress(*map(sum, zip(*seen, strict=True)))
-    assert total == Progress(sum(map(len, PROMPTS)), 3 * len(PROMPTS), len(PROMPTS))
+    prompts = [[250 - token for token in prompt] for prompt in PROMPTS]
+    reports = list(serve(llm.engine, [r for p in prompts for r in llm.requests(p, params)]))
+    assert sum(report.prefilled for report in reports) == sum(map(len, prompts))
+    assert sum(report.generated for report in reports) == 3 * len(prompts)
+    assert sum(len(report.finished) for report in reports) == len(prompts)
 
 
 def test_score_gives_the_reference_logits_and_their_logprobs(llm, p3):
@@ -296,7 +304,7 @@ BAD_PROMPTS = [
 
 @pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS)
 def test_bad_prompts_are_refused_before_anything_runs(prompt, says, alone, monkeypatch):
-    monkeypatch.setattr(alone.engine, "run", lambda *_: pytest.fail("something ran"))
+    monkeypatch.setattr(alone.engine, "step", lambda: pytest.fail("something ran"))
     if prompt == []:
         assert_nothing_to_do(alone, monkeypatch)
         return
@@ -343,20 +351,24 @@ def test_caches_live_where_the_mesh_says(llm):
 
 
 def test_a_step_that_is_interrupted_after_its_caches_were_given_away(alone, monkeypatch):
-    """The donated caches are gone, so the runner starts empty ones and stays usable."""
-    runner = alone.engine.runner
+    """The donated caches are gone, so the engine starts empty ones and stays usable."""
     expected = greedy(alone, [PROMPTS[1]], max_tokens=2)
-    for key, program in list(runner._programs.items()):
+    programs = alone.engine.executor.programs.compiled
 
-        def run(*args, program=program):
-            program.run(*args)
+    def interrupted(program):
+        def run(*args):
+            program(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setitem(runner._programs, key, program._replace(run=run))
+        return run
+
+    for bucket, program in programs.items():
+        monkeypatch.setitem(programs, bucket, interrupted(program))
     with pytest.raises(KeyboardInterrupt):
         greedy(alone, [PROMPTS[1]], max_tokens=2)
     monkeypatch.undo()
     assert greedy(alone, [PROMPTS[1]], max_tokens=2) == expected
+    check_pages(alone)
 
 
 def test_params_of_another_mesh_or_dtype_are_refused(alone):

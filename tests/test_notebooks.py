@@ -24,6 +24,15 @@ TP = DCP_SIZE = 2
 PREFIXES, EXTENDS, BATCHES = (0, 16, 64), (4, 16), (1,)
 REPEATS, OUTPUT = 2, None
 """,
+    "04_serving": """
+MODEL = "tests/golden/p3_glm_indexshare"
+TP, DCP_SIZE = 2, 2
+DTYPE, PAGE_SIZE = "float32", 4
+CHUNK, RUNNING = 32, 4
+LENGTHS = (60, 5, 40, 9)
+NEW_TOKENS = 8
+ARRIVAL_STEPS = 2
+""",
 }
 
 
@@ -57,6 +66,10 @@ def test_notebook_runs(path: Path):
         assert len(figures) == 3
         assert "48 records, 0 whose output does not agree" in text
         assert "6 cases: the default policy takes" in text
+    if path.stem == "04_serving":
+        assert len(figures) == 2
+        assert "96 of 114 prompt tokens were cached, and every text is the same" in text
+        assert "wait" in text
 
 
 def assigned(source: str) -> set[str]:

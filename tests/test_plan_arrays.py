@@ -16,9 +16,8 @@ from dcp_jax.configs import NAMES, named_config
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import collectives, received_by_kind
 from dcp_jax.engine.sampler import sample_step
-from dcp_jax.engine.sampling_batch import sampling_of
-from dcp_jax.engine.sampling_params import SamplingParams
-from dcp_jax.engine.sequence import Sequence
+from dcp_jax.engine.served import SAMPLER_OPTIONS
+from dcp_jax.engine.slots import fresh_slots, sampling_batch
 from dcp_jax.mesh import TP, make_mesh
 from dcp_jax.model import Model
 from dcp_jax.plan import (
@@ -228,10 +227,15 @@ def test_drawing_gathers_the_logits_that_plan_counts(tp, dcp_size, rows):
     """vocab 65 on 3 or 4 ranks is padded; one rank gathers nothing."""
     cfg, mesh = tiny(vocab_size=65), make_mesh(tp, dcp_size)
     layout = Layout(tp=tp, dcp_size=dcp_size, page_size=4, weights="float32", kv_dtype="float32")
-    params = SamplingParams(seed=1)
-    batch, opts = sampling_of([Sequence([1], params, limit=1)] * rows)
+    slots, opts = fresh_slots(rows, 65, mesh), SAMPLER_OPTIONS["drawn"]
+    which = jnp.arange(rows)
+
+    def draw(logits):
+        batch = sampling_batch(slots.knobs, slots.in_prompt, slots.generated, which, which, opts)
+        return sample_step(logits, batch, mesh, 65, opts)
+
     logits = jax.ShapeDtypeStruct((rows, -(-65 // tp) * tp), jnp.float32)
-    step = jax.jit(lambda logits: sample_step(logits, batch, mesh, 65, opts)).trace(logits)
+    step = jax.jit(draw).trace(logits)
     found = received_by_kind(list(collectives(step.jaxpr, dict(mesh.shape))))
     planned = exchange_bytes(cfg, layout, StepShape(rows, 1, 4, sampled=True))
     assert planned.get("logits", 0) == found.get("logits", 0)

@@ -96,8 +96,8 @@ def test_entry_is_refused_as_a_keyword(entry: Refusal):
     [
         ["--dcp-kv-cache-interleave-size", "1"],
         ["--cp-kv-cache-interleave-size=1"],
-        ["--disable-radix-cache"],
-        ["--no-enable-prefix-caching"],
+        ["--enable-prefix-caching"],
+        ["--enable-mixed-chunk"],
         ["--enable-lora=False"],
         ["--speculative-eagle-topk", "1"],
         ["--nnodes", "1", "--node-rank", "0"],
@@ -216,6 +216,12 @@ def test_every_engine_flag_reaches_the_engine(monkeypatch, golden):
         **{"index_cache": "replicated", "max_model_len": 123, "max_running_requests": 5},
         **{"chunked_prefill_size": 77, "page_size": 3, "mem_fraction_static": 0.25},
         **{"max_total_tokens": 999, "prefill": PrefillPolicy(owned_prefill_ratio=7.0)},
+        **{
+            "max_queued_requests": 7,
+            "decode_steps": 2,
+            "disable_radix_cache": True,
+            "compilation_cache_dir": Path("x"),
+        },
     }
     assert set(values) == {field.name for field in dataclasses.fields(cli.EngineArgs)}
     constructor = llm.LLM.__init__
@@ -227,6 +233,7 @@ def test_every_engine_flag_reaches_the_engine(monkeypatch, golden):
 
     monkeypatch.setattr(llm, "LLM", fake)
     cli.EngineArgs(**values).load([[1, 2, 3]], generate=1)
+    assert values.pop("disable_radix_cache") is not got["enable_prefix_caching"]
     assert set(got) <= set(inspect.signature(constructor).parameters)
     renamed = {"prefill": "prefill_policy", "model_path": "model"}
     for name, value in values.items():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import dcp_jax as dj
-from dcp_jax.engine.sampling_batch import sampling_of
-from dcp_jax.engine.sequence import Sequence
+from dcp_jax.engine.knobs import knobs_of, sampler_of
+from dcp_jax.engine.slots import EDITS
 
 PROMPT = "Where is the needle?"
 OTHERS = ["x", "a longer prompt than the others", "??", "0123456789", "z" * 20, "ab", "end"]
@@ -75,18 +75,26 @@ def test_an_abandoned_stream_gives_its_pages_back(llm):
     stream = llm.stream(PROMPT, sampled())
     next(stream)
     stream.close()
-    assert llm.engine.allocator.available == llm.capacity.pages
+    check_pages(llm)
 
 
-def test_a_stream_that_holds_the_pages_is_named(llm, monkeypatch):
-    stream = llm.stream(PROMPT, sampled())
-    next(stream)
-    monkeypatch.setattr(llm.engine.allocator, "_free", [])
-    with pytest.raises(ValueError, match=r"needs 2 pages and 0 are free.*streams"):
-        llm.generate(PROMPT, sampled())
-    monkeypatch.undo()
-    stream.close()
-    assert llm.engine.allocator.available == llm.capacity.pages
+def check_pages(llm):
+    while llm.engine.busy:
+        llm.engine.step()
+    assert llm.engine.scheduler.pool.available == llm.capacity.pages
+    llm.engine.scheduler.check()
+
+
+def test_streams_and_generate_share_the_engine(llm):
+    """Two streams in turns, and a call in between, give what each gives alone."""
+    whole = [llm.generate(p, sampled(), use_tqdm=False)[0].outputs[0].text for p in OTHERS[:3]]
+    streams = [llm.stream(prompt, sampled()) for prompt in OTHERS[:2]]
+    texts = [next(stream).text for stream in streams]
+    assert completions(llm, OTHERS[2], sampled())[0].text == whole[2]
+    for i, stream in enumerate(streams):
+        texts[i] += "".join(piece.text for piece in stream)
+    assert texts == whole[:2]
+    check_pages(llm)
 
 
 @pytest.fixture(scope="module")
@@ -210,22 +218,29 @@ def test_pieces_carry_logprobs_and_prompt_logprobs_are_refused(llm):
         llm.stream(PROMPT, sampled(prompt_logprobs=1))
 
 
-def test_a_stream_whose_caches_were_lost_ends(llm):
+def test_a_stream_whose_caches_were_lost_goes_on(llm):
+    (want,) = completions(llm, PROMPT, sampled())
     stream = llm.stream(PROMPT, sampled())
-    next(stream)
-    llm.engine.runner.caches_lost += 1
-    with pytest.raises(RuntimeError, match="start this one again"):
-        next(stream)
-    assert llm.engine.allocator.available == llm.capacity.pages
+    text = next(stream).text
+    llm.engine.runner.reset()
+    assert text + "".join(piece.text for piece in stream) == want.text
+    check_pages(llm)
 
 
 def test_values_of_other_engines():
     """vLLM's None for none, a top_k beyond every vocabulary, a temperature that is none."""
     params = dj.SamplingParams(stop=None, stop_token_ids=None, top_k=2**40, temperature=1e-38)
     assert (params.stop, params.stop_token_ids) == ((), ())
-    assert sampling_of([Sequence([1], params, limit=1)]) is None
+    assert sampler_of(params) == "greedy"
     hot = dj.SamplingParams(top_k=2**40)
-    assert sampling_of([Sequence([1], hot, limit=1)]).batch.top_k == [2**31 - 1]
+    assert sampler_of(hot) == "drawn"
+    assert knobs_of(hot, seed=2**32 - 1, prompt_tokens=1).ints.tolist() == [2**31 - 1, -1]
+
+
+def test_more_edited_tokens_than_a_slot_holds():
+    params = dj.SamplingParams(logit_bias=dict.fromkeys(range(EDITS), 1.0), min_tokens=1)
+    with pytest.raises(ValueError, match=f"{EDITS} tokens and min_tokens bans 1 ends: at most"):
+        knobs_of(params, seed=0, prompt_tokens=1, eos_token_ids=(3,))
 
 
 REFUSED = [

@@ -16,6 +16,11 @@ class PageAllocator:
         """Pages that can be allocated now."""
         return len(self._free)
 
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """They."""
+        return tuple(self._free)
+
     def allocate(self, count: int) -> list[int]:
         """`count` pages.
 

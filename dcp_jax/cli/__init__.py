@@ -16,6 +16,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from dcp_jax.cli.bench import COMMANDS as BENCH_COMMANDS
+from dcp_jax.cli.bench_engine import COMMANDS as BENCH_ENGINE_COMMANDS
 from dcp_jax.cli.chat import Chat
 from dcp_jax.cli.engine import EngineArgs
 from dcp_jax.cli.parse import parse
@@ -145,6 +146,7 @@ def main(args: list[str] | None = None) -> None:
             **PLAN_COMMANDS,
             **CHECK_COMMANDS,
             **BENCH_COMMANDS,
+            **BENCH_ENGINE_COMMANDS,
         },
         args,
         prog="dcp-jax",

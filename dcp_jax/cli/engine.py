@@ -45,10 +45,16 @@ class EngineArgs:
     """Tokens of a prompt and its continuation together."""
     max_running_requests: Annotated[int, aliases("--max-num-seqs", "--max-batch-size")] = 64
     """Sequences decoded together."""
+    max_queued_requests: int | None = None
+    """Requests that may wait; default: any number."""
     chunked_prefill_size: Annotated[
         int, aliases("--max-num-batched-tokens", "--max-prefill-token-num")
     ] = 8192
-    """Tokens of a prompt per step."""
+    """Tokens of prompts per step."""
+    decode_steps: Annotated[int, aliases("--num-scheduler-steps")] = 1
+    """Tokens that a decode launch draws for each request."""
+    disable_radix_cache: Annotated[bool, aliases("--no-enable-prefix-caching")] = False
+    """Share no pages between prompts that begin alike."""
     page_size: Annotated[int, aliases("--block-size")] = 64
     """Rows of a page on each rank."""
     mem_fraction_static: Annotated[
@@ -57,10 +63,17 @@ class EngineArgs:
     """Share of device memory for weights and caches."""
     max_total_tokens: int | None = None
     """Size of the pool over all ranks; default: what fits."""
+    compilation_cache_dir: Path | None = None
+    """Where compiled programs are kept for the next start."""
     prefill: Annotated[PrefillPolicy, EnumChoicesFromValues] = dataclasses.field(
         default_factory=PrefillPolicy
     )
     """Thresholds of the prefill paths."""
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """The argument of `LLM`."""
+        return not self.disable_radix_cache
 
     def load(self, prompts: list, *, generate: int, needs_tokenizer: bool = False):
         """The `LLM` that these options describe; unusable prompts are refused before it loads.
@@ -95,11 +108,12 @@ class EngineArgs:
             limit = self.max_model_len or config.max_position_embeddings
             check_fits(ids, name, limit, generate=generate)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("model", "model_path", "prefill", "kernels"):
+        for name in ("model", "model_path", "prefill", "kernels", "disable_radix_cache"):
             options.pop(name)
         llm = LLM(
             model,
             prefill_policy=self.prefill,
+            enable_prefix_caching=self.enable_prefix_caching,
             kernels=self.kernels,
             progress=True,
             **options,

@@ -1,1 +1,1 @@
-"""The host side of serving: sequences, the loop over steps, and the runner that jits the model."""
+"""The host side of serving: requests, scheduler, launches, the loop over steps, the runner."""

@@ -1,177 +1,233 @@
-"""The loop over steps: admit requests while pages last, prefill in chunks, decode all together."""
+"""The engine: requests go in, each step adds tokens to some of them.
 
+A step launches the scheduler's next plan, then reads the results of the one before: while the host
+works on tokens, the devices work on the next ones.
+"""
+
+import logging
+import time
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dcp_jax.cache.allocator import PageAllocator
-from dcp_jax.dcp.layout import pages_needed
+from dcp_jax.engine.errors import StepError, step_error
+from dcp_jax.engine.executor import Executor
+from dcp_jax.engine.launcher import Drawn, Flight, Launcher, request_knobs
 from dcp_jax.engine.logprobs import SCORED_CHUNK, prompt_logprobs, token_logprobs
-from dcp_jax.engine.paths import parallelism, prefill_options
-from dcp_jax.engine.runner import Row, Runner, StepResult
-from dcp_jax.engine.sampler import Sampling
-from dcp_jax.engine.sampling_batch import sampling_of
-from dcp_jax.engine.sequence import Sequence
-from dcp_jax.policy import PrefillPath, PrefillPolicy
+from dcp_jax.engine.paths import parallelism
+from dcp_jax.engine.reading import read_prompt
+from dcp_jax.engine.request import Request
+from dcp_jax.engine.scheduler import Scheduler
+from dcp_jax.policy import PrefillPolicy
+
+logger = logging.getLogger(__name__)
 
 
-class Chunk(NamedTuple):
-    """One step of a prefill: positions start..start+length-1 of the prompt."""
+class Times(NamedTuple):
+    """Seconds of a step on the host: plan, launch, wait for the step before, take its tokens."""
 
-    start: int
-    length: int
-    path: PrefillPath
-    result: StepResult
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    take: float = 0.0
 
 
-class Progress(NamedTuple):
-    """What a step added: prompt tokens read, tokens generated, requests finished."""
+@dataclass
+class StepReport:
+    """What one call of `Engine.step` did.
+
+    Attributes:
+        prefilled: prompt tokens read by the launches it started.
+        generated: tokens that requests got.
+        updated: requests that got tokens or ended.
+        finished: those of them that ended.
+        launched: (name of the bucket, rows, new tokens) of every launch that it started.
+        times: where the host's time went.
+    """
 
     prefilled: int = 0
     generated: int = 0
-    finished: int = 0
+    updated: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    launched: list[tuple[str, int, int]] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 class Engine:
-    """Runs sequences to their end on one runner.
+    """Runs requests on one executor.
 
-    Pages for a whole request are reserved when it is admitted, so a running request never waits.
+    Attributes:
+        executor: launches; `runner` owns the caches.
+        scheduler: decides who runs, and owns the pages.
+        policy: chooses the path of every prefill.
+        failures: launches that failed.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        policy: PrefillPolicy,
-        max_running_requests: int,
-        chunked_prefill_size: int,
-    ):
-        self.runner = runner
-        self.allocator = PageAllocator(runner.spec.pages)
+    def __init__(self, executor: Executor, scheduler: Scheduler, policy: PrefillPolicy):
+        self.executor = executor
+        self.runner = executor.runner
+        self.scheduler = scheduler
         self.policy = policy
-        self.group = parallelism(runner.model)
-        self.max_running_requests = max_running_requests
-        self.chunked_prefill_size = chunked_prefill_size
+        self.group = parallelism(executor.runner.model)
+        self.failures = 0
+        self._launcher = Launcher(executor, policy)
+        self._flight: Flight | None = None
+        self._to_score: deque[Request] = deque()
+        self._lost = self.runner.caches_lost
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens of one sequence take."""
-        return pages_needed(tokens, self.runner.spec.page_size, self.runner.dcp_size)
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._to_score) or self.scheduler.has_work or self._flight is not None
 
-    def run(self, sequences: list[Sequence]) -> Iterator[Progress]:
-        """Run to the end, in order of the list, one step per item.
+    def submit(self, request: Request) -> None:
+        """Queue a request.
 
-        Pages are given back whatever happens: an interrupted or abandoned run leaves the engine
-        usable.
+        Raises:
+            ValueError: it can never run, it has ended already, or the queue is full.
         """
-        waiting, running, need = deque(sequences), [], 0
-        lost = self.runner.caches_lost
+        if request.finished:
+            raise ValueError(f"a request that ended ({request.finish_reason}) cannot run again.")
+        request_knobs(request)
+        if request.params.prompt_logprobs is not None:
+            self._to_score.append(request)
+        else:
+            self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request at once, whatever it is doing; one that has ended is left alone."""
+        if request in self._to_score:
+            self._to_score.remove(request)
+        self.scheduler.abort(request)
+
+    def step(self) -> StepReport:
+        """Launch the next plan, then take the results of the one before.
+
+        A launch that fails ends its requests with a `StepError` in `request.error`; if it took the
+        caches with it, all others start again from their tokens.
+        """
+        report = StepReport()
         try:
-            while waiting or running:
-                if self.runner.caches_lost != lost:
-                    raise RuntimeError(
-                        "another call was interrupted inside a step and the caches are lost: start "
-                        "this one again."
-                    )
-                if waiting and len(running) < self.max_running_requests:
-                    need = self.pages_for(self._final_length(waiting[0]))
-                    if need <= self.allocator.available:
-                        sequence = waiting.popleft()
-                        sequence.pages = self.allocator.allocate(need)
-                        running.append(sequence)
-                        yield from self._prefill(sequence)
-                        yield Progress(generated=1, finished=self._retire(running))
-                        continue
-                if not running:
-                    raise ValueError(
-                        f"a request needs {need} pages and {self.allocator.available} are free: "
-                        "finish or close the streams that hold the others."
-                    )
-                generated = len(running)
-                self._decode(running)
-                yield Progress(generated=generated, finished=self._retire(running))
-        finally:
-            for sequence in running:
-                self._release(sequence)
+            self._step(report)
+        except Exception as error:
+            # Nobody in particular is to blame: everything that runs ends.
+            logger.exception("a step failed")
+            self._fail(list(self.scheduler.running), error, report)
+            self._recover()
+        except BaseException:
+            self._recover()
+            raise
+        return report
 
-    def prefill_chunks(
-        self,
-        tokens: list[int],
-        pages: list[int],
-        *,
-        chunk: int | None = None,
-        last_sampling: Sampling | None = None,
-        **changes,
-    ) -> Iterator[Chunk]:
-        """Prefill chunk by chunk.
+    def close(self) -> None:
+        """Stop compiling in the background; requests are left where they are."""
+        self.executor.close()
 
-        Args:
-            tokens: the prompt.
-            pages: its pages.
-            chunk: take fewer tokens at a time than `chunked_prefill_size`.
-            last_sampling: how the last chunk draws the next token; None takes the most likely.
-            **changes: fields of `StepOptions`.
-        """
-        size = min(self.chunked_prefill_size, chunk or self.chunked_prefill_size)
-        for start in range(0, len(tokens), size):
-            part = tokens[start : start + size]
-            how = prefill_options(self.policy, self.group, [start], [len(part)])
-            sampling = last_sampling if start + len(part) == len(tokens) else None
-            # The dense path gathers every page of its table: none that later chunks will fill.
-            dense = how["path"] is PrefillPath.MHA_ONE_SHOT
-            table = pages[: self.pages_for(start + len(part))] if dense else pages
-            row = Row(part, start, table)
-            result = self.runner.step([row], sampling=sampling, **how, **changes)
-            yield Chunk(start, len(part), how["path"], result)
-
-    def reserve(self, tokens: int) -> list[int]:
-        """Pages for a prompt that is only read (score, explain); give them back with `free`."""
-        return self.allocator.allocate(self.pages_for(tokens))
-
-    def _prefill(self, sequence: Sequence) -> Iterator[Progress]:
-        """Read the prompt and draw the first token with its last chunk."""
-        prompt, scored = sequence.prompt_token_ids, sequence.params.prompt_logprobs
-        if scored is not None:
-            sequence.prompt_logprobs.append(None)
-            chunks = self.prefill_chunks(prompt, sequence.pages, chunk=SCORED_CHUNK, logits="all")
-            for chunk in chunks:
-                sequence.prompt_logprobs += prompt_logprobs(chunk, prompt, scored)
-                yield Progress(prefilled=chunk.length)
-            # The last token is read again, now to draw from: its row is rewritten with itself.
-            self._advance([sequence], [Row(prompt[-1:], len(prompt) - 1, sequence.pages)])
+    def _step(self, report: StepReport) -> None:
+        if self.runner.caches_lost != self._lost:
+            self._recover()
+        self._score_next(report)
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        planned = time.perf_counter()
+        landing, self._flight = self._flight, None
+        launched = None if plan is None else self._launcher.launch(plan)
+        waited = read = time.perf_counter()
+        if launched is not None and not self._check(launched, report):
             return
-        sampling = sampling_of([sequence])
-        for chunk in self.prefill_chunks(prompt, sequence.pages, last_sampling=sampling):
-            yield Progress(prefilled=chunk.length)
-            if chunk.start + chunk.length == len(prompt):
-                _take([sequence], chunk.result)
+        self._flight = launched
+        if landing is not None:
+            try:
+                drawn, again = self._launcher.read(landing)
+            except Exception as error:
+                # Results that cannot be read: the caches of that launch are no better.
+                self._fail(landing.requests, error, report)
+                self._recover()
+                return
+            read = time.perf_counter()
+            self._take(landing, drawn, report)
+            if again and launched is not None:
+                self._flight = self._launcher.launch(launched.plan, afresh=True)
+                self._check(self._flight, report)
+        elif plan is None and self.scheduler.has_work:
+            stuck = RuntimeError("requests wait for pages that nobody will give back.")
+            self._fail(list(self.scheduler.waiting), stuck, report)
+        report.times = Times(
+            planned - started, waited - planned, read - waited, time.perf_counter() - read
+        )
 
-    def _decode(self, running: list[Sequence]) -> None:
-        rows = [Row(s.output_token_ids[-1:], s.cached_tokens, s.pages) for s in running]
-        self._advance(running, rows)
+    def _check(self, launched: Flight, report: StepReport) -> bool:
+        """Note a plan's launches and end the requests of those that failed; False: caches lost."""
+        for part in launched.parts:
+            tokens = sum(part.draws)
+            if not part.launch.wanted.decode:
+                tokens = int(part.launch.inputs[:, 2].sum())
+                report.prefilled += tokens
+            report.launched.append((part.launch.wanted.name, part.launch.count, tokens))
+        for requests, error in launched.failed:
+            self._fail(requests, error, report)
+        if self.runner.cache_deleted or self.runner.caches_lost != self._lost:
+            self._recover()
+            return False
+        return True
 
-    def _advance(self, sequences: list[Sequence], rows: list[Row]) -> None:
-        _take(sequences, self.runner.step(rows, sampling=sampling_of(sequences)))
+    def _take(self, landing: Flight, drawn: dict[Request, Drawn], report: StepReport) -> None:
+        """Give every request its tokens."""
+        before = {request: len(request.output_token_ids) for request in drawn}
+        finished = self.scheduler.apply(
+            landing.plan, {request: one.tokens for request, one in drawn.items()}
+        )
+        for request, one in drawn.items():
+            new = len(request.output_token_ids) - before[request]
+            if not new:
+                continue
+            report.generated += new
+            report.updated.append(request)
+            if (count := request.params.logprobs) is not None:
+                entries = (token_logprobs(one.sampled, i, one.row, count) for i in range(new))
+                request.logprobs.extend(entries)
+        report.finished += finished
 
-    def _retire(self, running: list[Sequence]) -> int:
-        """Take finished sequences out of `running` and give back their pages; how many."""
-        finished = [s for s in running if s.finish_reason is not None]
-        running[:] = [s for s in running if s.finish_reason is None]
-        for sequence in finished:
-            self._release(sequence)
-        return len(finished)
+    def _fail(self, requests: list[Request], error: Exception, report: StepReport) -> None:
+        """End requests because of an error in a step."""
+        self.failures += 1
+        wrapped = error if isinstance(error, StepError) else step_error(error)
+        wrapped.__cause__ = error if wrapped is not error else None
+        logger.error("%d requests end: %s", len(requests), wrapped)
+        for request in requests:
+            if not request.finished:
+                self.scheduler.fail(request, wrapped)
+                report.updated.append(request)
+                report.finished.append(request)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.allocator.free(sequence.pages)
-        sequence.pages = []
+    def _recover(self) -> None:
+        """Empty caches; whatever was running starts again from its tokens."""
+        self._flight = None
+        self._launcher.reset()
+        self.scheduler.preempt_all()
+        self._lost = self.runner.caches_lost
 
-    def _final_length(self, sequence: Sequence) -> int:
-        """Tokens in the cache at the end: the last generated one is never written."""
-        return len(sequence.prompt_token_ids) + sequence.limit - 1
+    def _score_next(self, report: StepReport) -> None:
+        """Read one prompt whose own log-probabilities are asked for, on pages of its own.
 
-
-def _take(sequences: list[Sequence], result: StepResult) -> None:
-    """Append a step's tokens, with their log-probabilities where asked for."""
-    for row, (sequence, token) in enumerate(zip(sequences, result.next_tokens, strict=True)):
-        if sequence.params.logprobs is not None:
-            sequence.logprobs.append(token_logprobs(result, row, sequence.params.logprobs))
-        sequence.append(token)
+        The request is queued afterwards, with its prompt read again for what follows it.
+        """
+        if not self._to_score:
+            return
+        request = self._to_score[0]
+        prompt, count = request.prompt_token_ids, request.params.prompt_logprobs or 0
+        pages = self.scheduler.reserve(len(prompt))
+        if pages is None:
+            return  # until some are free
+        self._to_score.popleft()
+        try:
+            request.prompt_logprobs.append(None)
+            for chunk in read_prompt(
+                self.runner, self.policy, prompt, pages, chunk=SCORED_CHUNK, logits="all"
+            ):
+                request.prompt_logprobs += prompt_logprobs(chunk, prompt, count)
+            self.scheduler.add(request)
+        except Exception as error:
+            self._fail([request], error, report)
+        finally:
+            self.scheduler.release(pages)

@@ -5,16 +5,15 @@ from typing import Any
 import numpy as np
 
 from dcp_jax.engine.outputs import Logprob, Logprobs
-from dcp_jax.engine.runner import StepResult
+from dcp_jax.engine.sampler import Sampled
 
 # Prompt tokens scored per step: bounds the logits held at a time (V = 155k: 159 MB).
 SCORED_CHUNK = 256
 
 
-def token_logprobs(result: StepResult, row: int, count: int) -> Logprobs:
+def token_logprobs(sampled: Sampled, step: int, row: int, count: int) -> Logprobs:
     """The drawn token's entry and those of the `count` most likely tokens, best first."""
-    assert result.sampled is not None, "log-probabilities come from the sampler"
-    tokens, own, ranks, top_tokens, top = (np.asarray(a)[row] for a in result.sampled)
+    tokens, own, ranks, top_tokens, top = (np.asarray(leaf)[step, row] for leaf in sampled)
     best = {
         int(token): Logprob(float(value), rank)
         for rank, (token, value) in enumerate(zip(top_tokens[:count], top[:count], strict=True), 1)

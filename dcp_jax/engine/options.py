@@ -1,6 +1,7 @@
 """Checks of the options of an engine before a backend starts: every problem in one message."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -47,10 +48,14 @@ def option_problems(
     dcp_size,
     max_model_len,
     max_running_requests,
+    max_queued_requests,
     chunked_prefill_size,
+    decode_steps,
+    enable_prefix_caching,
     page_size,
     mem_fraction_static,
     max_total_tokens,
+    compilation_cache_dir,
     prefill,
 ) -> list[str]:
     """Everything that is wrong with the options of `LLM`: the value given, the reason, the fix."""
@@ -74,9 +79,17 @@ def option_problems(
     count("dcp_size", dcp_size)
     count("max_model_len", max_model_len, optional=True)
     count("max_running_requests", max_running_requests)
+    count("max_queued_requests", max_queued_requests, optional=True)
     count("chunked_prefill_size", chunked_prefill_size)
+    count("decode_steps", decode_steps)
     count("page_size", page_size)
     count("max_total_tokens", max_total_tokens, optional=True)
+    if not isinstance(enable_prefix_caching, bool):
+        problems.append(
+            f"enable_prefix_caching={enable_prefix_caching!r} is neither True nor False: give one"
+        )
+    if not isinstance(compilation_cache_dir, str | Path | None):
+        problems.append(f"compilation_cache_dir={compilation_cache_dir!r} is no path: give one")
     if _is_count(tp) and _is_count(dcp_size):
         try:
             check_sizes(tp, dcp_size)

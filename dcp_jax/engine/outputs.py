@@ -23,7 +23,8 @@ class CompletionOutput:
         index: number among the prompt's continuations.
         text: decoded text up to what ended it; "" without a tokenizer.
         token_ids: generated ids, one that ended the text included.
-        finish_reason: "stop" (end-of-sequence token, stop token or stop string) or "length".
+        finish_reason: "stop" (end-of-sequence token, stop token or stop string), "length" or
+            "abort".
         stop_reason: the stop string or stop token id that ended it, else None.
         logprobs: per token, if asked for.
         cumulative_logprob: their sum.
@@ -40,7 +41,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request: its prompt and its `n` continuations."""
+    """A finished request: its prompt and its `n` continuations.
+
+    `num_cached_tokens` of the prompt were in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -48,6 +52,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[Logprobs | None] | None = None
     finished: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

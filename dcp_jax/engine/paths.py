@@ -16,6 +16,23 @@ def parallelism(model: Model) -> Parallelism:
     return Parallelism(dcp_size, heads, model.cfg.index_topk)
 
 
+def possible_paths(policy: PrefillPolicy, group: Parallelism) -> tuple[PrefillPath, ...]:
+    """The paths that `prefill_options` can give: what is compiled ahead."""
+    if policy.force is not None:
+        return (policy.force,)
+    dense = (PrefillPath.MHA_ONE_SHOT,) * (policy.dense_limit(group.index_topk) > 0)
+    if group.dcp_size == 1:
+        return (*dense, PrefillPath.OWNED)
+    return (*dense, *(path for path in PrefillPath if path is not PrefillPath.MHA_ONE_SHOT))
+
+
+def longest_dense_row(policy: PrefillPolicy, group: Parallelism) -> int:
+    """Keys of the longest row that `MHA_ONE_SHOT` may read under this policy."""
+    if policy.force is PrefillPath.MHA_ONE_SHOT and not policy.allow_dense_beyond_topk:
+        return group.index_topk
+    return policy.dense_limit(group.index_topk)
+
+
 def prefill_options(
     policy: PrefillPolicy, group: Parallelism, prefixes: Sequence[int], extends: Sequence[int]
 ) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Runs steps of the model on the devices: the only place that jits it, and the owner of the caches.
 
-A step's shapes are rounded up to buckets, and each (shapes, options) pair is compiled once, ahead
-of time. Caches are donated: a step updates them in place and the runner keeps the new handles.
+`step` runs one step and waits for it, for callers that want its logits, hidden states or
+selections. Its shapes are rounded up to buckets, and each (shapes, options) pair is compiled once,
+ahead of time. The engine's own launches, which nobody waits for, are in `executor.py`. Caches are
+donated: a step updates them in place and the runner keeps the new handles.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,13 +20,6 @@ from dcp_jax.dcp.layout import pages_needed
 from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.dcp.traffic import Collective, collectives, received_by_kind
 from dcp_jax.engine.buckets import page_bucket, row_bucket, token_bucket
-from dcp_jax.engine.sampler import (
-    Sampled,
-    SamplerOptions,
-    Sampling,
-    SamplingBatch,
-    sample_step,
-)
 from dcp_jax.mesh import DCP
 from dcp_jax.model import Model, StepOutput
 
@@ -44,13 +39,12 @@ class StepResult:
     """What a step gave, on the host, without the padding of its buckets.
 
     Attributes:
-        next_tokens: token after each row: the most likely, or drawn as asked.
+        next_tokens: the most likely token after each row.
         logits: float32 [rows, 1 or T, vocab] if asked for.
         hidden: [rows, T, d] if asked for, still on the devices and padded to the bucket.
         explanation: numpy arrays over the padded [B, T], if asked for.
         received_bytes: what one rank received, by kind of exchange (reruns included).
         reruns: 1 if the pruned candidates were not certified and the step ran again, else 0.
-        sampled: what the sampler gave, with log-probabilities if asked for.
     """
 
     next_tokens: list[int]
@@ -59,7 +53,6 @@ class StepResult:
     explanation: Any
     received_bytes: dict[str, int]
     reruns: int
-    sampled: Sampled | None = None
 
 
 class _Inputs(NamedTuple):
@@ -67,7 +60,6 @@ class _Inputs(NamedTuple):
 
     batch: Batch
     hidden: jax.Array | None = None
-    sampling: SamplingBatch | None = None
 
 
 class _Program(NamedTuple):
@@ -80,9 +72,8 @@ class Runner:
 
     Attributes:
         cache: both caches; replaced by every step.
-        programs: how many executables were compiled.
         compile_seconds: spent on them.
-        reruns: steps that ran again with full-width candidates.
+        reruns: steps that ran again with full-width candidates, launches of the engine included.
         caches_lost: how often an interrupted step took the caches with it.
     """
 
@@ -109,7 +100,7 @@ class Runner:
 
     @property
     def programs(self) -> int:
-        """Executables compiled so far."""
+        """Executables of `step` compiled so far."""
         return len(self._programs)
 
     def step(
@@ -117,19 +108,17 @@ class Runner:
         rows: Sequence[Row],
         *,
         table_width: int | None = None,
-        sampling: Sampling | None = None,
         **changes,
     ) -> StepResult:
-        """Run one step of the model.
+        """Run one step of the model and wait for it.
 
         Args:
             rows: sequences with at least one new token each.
             table_width: pages per row to compile for (default: the longest row's); callers that
                 know how long rows will grow pass it, so that growth does not compile again.
-            sampling: how to draw each row's next token; None takes the most likely ones.
             **changes: fields of `StepOptions` that differ from the runner's.
         """
-        return self._run(rows, table_width, changes, sampling=sampling)
+        return self._run(rows, table_width, changes)
 
     def step_mtp(
         self, rows: Sequence[Row], hidden: jax.Array, *, table_width: int | None = None, **changes
@@ -147,78 +136,84 @@ class Runner:
     ) -> jax.stages.Traced:
         """The program of `step` (with `hidden`, of `step_mtp`) for these rows; nothing runs."""
         opts = replace(self.opts, **changes)
-        return self._trace(self._inputs(rows, table_width, hidden), opts, None)
+        return self._trace(self._inputs(rows, table_width, hidden), opts)
 
-    def _inputs(self, rows, table_width, hidden=None, sampling=None) -> _Inputs:
-        batch = self._pad(rows, table_width, None if hidden is None else hidden.shape[1])
-        if sampling is not None:
-            sampling = sampling.padded(batch.tokens.shape[0])
-        return _Inputs(batch, hidden, sampling)
+    def compile(
+        self, function: Callable, *args: Any, donate: int | None = None, out_shardings: Any = None
+    ) -> Any:
+        """Compile a function ahead of time for arguments like these (arrays or their shapes).
 
-    def _run(self, rows, table_width, changes, *, hidden=None, sampling=None) -> StepResult:
+        Args:
+            function: to run on the devices.
+            *args: its arguments.
+            donate: number of the argument that it updates in place.
+            out_shardings: of its results; None leaves them to XLA.
+        """
+        started = time.perf_counter()
+        donated = () if donate is None else donate
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings)
+        compiled = jitted.trace(*args).lower().compile()
+        self.compile_seconds += time.perf_counter() - started
+        return compiled
+
+    def reset(self) -> None:
+        """Empty caches in place of ones that a failed step took with it."""
+        self.cache = init_cache(self.spec, self.model.mesh)
+        self.caches_lost += 1
+
+    @property
+    def cache_deleted(self) -> bool:
+        """Whether a step took the caches and gave none back."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
+
+    def _inputs(self, rows, table_width, hidden=None) -> _Inputs:
+        return _Inputs(
+            self._pad(rows, table_width, None if hidden is None else hidden.shape[1]), hidden
+        )
+
+    def _run(self, rows, table_width, changes, *, hidden=None) -> StepResult:
         opts = replace(self.opts, **changes)
-        values, sampler = (None, None) if sampling is None else sampling
-        inputs = self._inputs(rows, table_width, hidden, values)
-        program, output, sampled = self._execute(inputs, opts, sampler)
+        inputs = self._inputs(rows, table_width, hidden)
+        program, output = self._execute(inputs, opts)
         traffic, reruns = list(program.traffic), 0
         certified = np.asarray(output.certified)
         if not certified[: len(rows)].all():
             # Writes of the first run are overwritten with the right values: decode is idempotent.
             logger.info("pruned candidates were not certified: the step runs again in full width")
-            wide = replace(opts, candidates="full")
-            program, output, sampled = self._execute(inputs, wide, sampler)
+            program, output = self._execute(inputs, replace(opts, candidates="full"))
             traffic, reruns = traffic + program.traffic, 1
             self.reruns += 1
-        result = self._to_host(output, len(rows), received_by_kind(traffic), reruns)
-        return result if sampled is None else _with_sampled(result, sampled, len(rows))
+        return self._to_host(output, len(rows), received_by_kind(traffic), reruns)
 
-    def _execute(
-        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
-    ) -> tuple[_Program, StepOutput, Sampled | None]:
-        key = (tuple(leaf.shape for leaf in jax.tree.leaves(inputs)), opts, sampler)
+    def _execute(self, inputs: _Inputs, opts: StepOptions) -> tuple[_Program, StepOutput]:
+        key = (tuple(leaf.shape for leaf in jax.tree.leaves(inputs)), opts)
         if key not in self._programs:
-            self._programs[key] = self._compile(inputs, opts, sampler)
+            self._programs[key] = self._compile(inputs, opts)
         program = self._programs[key]
         try:
-            (output, sampled), self.cache = program.run(self.params, self.cache, inputs)
+            output, self.cache = program.run(self.params, self.cache, inputs)
         except BaseException:
             # The old caches were given to the step; interrupted here, the new ones are lost. The
-            # next calls get empty ones; the engine ends runs that began before.
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
-                self.cache = init_cache(self.spec, self.model.mesh)
-                self.caches_lost += 1
+            # next calls get empty ones; the engine starts again whatever was in them.
+            if self.cache_deleted:
+                self.reset()
             raise
-        return program, output, sampled
+        return program, output
 
-    def _trace(
-        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
-    ) -> jax.stages.Traced:
+    def _trace(self, inputs: _Inputs, opts: StepOptions) -> jax.stages.Traced:
         model, spec = self.model, self.spec
 
         def step(params, cache, inputs: _Inputs):
-            batch, hidden, sampling = inputs
-            if hidden is not None:
-                output, cache = model.forward_mtp(
-                    params, cache, batch, hidden, spec=spec, opts=opts
-                )
-                return (output, None), cache
-            if sampling is None or sampler is None:
-                output, cache = model.forward(params, cache, batch, spec=spec, opts=opts)
-                return (output, None), cache
-            last = replace(opts, logits="last")
-            output, cache = model.forward(params, cache, batch, spec=spec, opts=last)
-            assert output.logits is not None
-            logits = output.logits[:, 0]
-            drawn = sample_step(logits, sampling, model.mesh, model.cfg.vocab_size, sampler)
-            return (replace(output, logits=None), drawn), cache
+            batch, hidden = inputs
+            if hidden is None:
+                return model.forward(params, cache, batch, spec=spec, opts=opts)
+            return model.forward_mtp(params, cache, batch, hidden, spec=spec, opts=opts)
 
         return jax.jit(step, donate_argnums=1).trace(self.params, self.cache, inputs)
 
-    def _compile(
-        self, inputs: _Inputs, opts: StepOptions, sampler: SamplerOptions | None
-    ) -> _Program:
+    def _compile(self, inputs: _Inputs, opts: StepOptions) -> _Program:
         started = time.perf_counter()
-        traced = self._trace(inputs, opts, sampler)
+        traced = self._trace(inputs, opts)
         traffic = list(collectives(traced.jaxpr, dict(self.model.mesh.shape)))
         compiled = traced.lower().compile()
         seconds = time.perf_counter() - started
@@ -275,9 +270,3 @@ class Runner:
     def dcp_size(self) -> int:
         """Ranks that share the caches."""
         return self.model.mesh.shape[DCP]
-
-
-def _with_sampled(result: StepResult, sampled: Sampled, rows: int) -> StepResult:
-    """`result` with the drawn tokens in place of the most likely ones."""
-    sampled = jax.tree.map(lambda a: np.asarray(a)[:rows], sampled)
-    return replace(result, next_tokens=sampled.tokens.tolist(), sampled=sampled)

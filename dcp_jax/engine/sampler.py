@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -42,16 +41,17 @@ class SamplerOptions:
 
 
 class SamplingBatch(NamedTuple):
-    """Per-row sampling values, one row per row of the batch; padding rows are greedy.
+    """Per-row sampling values, one row per row of the batch.
 
     Attributes:
         temperature: float32 [B]; 0 takes the most likely token.
         top_k: int32 [B]; 0 keeps all. top_p, min_p: float32 [B].
         seed: uint32 [B]. position: int32 [B], tokens before the one to draw.
         repetition, presence, frequency: float32 [B]; 1, 0 and 0 change nothing.
-        history: int32 [B, L], prompt then generated tokens, -1 pads. generated: bool [B, L].
+        in_prompt: bool [B, V], tokens of the prompt. generated: int32 [B, V], how often each token
+            was generated. Both are [B, 0] where no step asks for penalties.
         edit_ids: int32 [B, M], tokens whose logit changes by edit_values float32 [B, M] (-inf
-            bans); -1 pads.
+            bans) while `position` is below edit_until int32 [B, M]; -1 pads.
     """
 
     temperature: HostArray
@@ -63,28 +63,11 @@ class SamplingBatch(NamedTuple):
     repetition: HostArray
     presence: HostArray
     frequency: HostArray
-    history: HostArray
+    in_prompt: HostArray
     generated: HostArray
     edit_ids: HostArray
     edit_values: HostArray
-
-    def padded(self, rows: int) -> "SamplingBatch":
-        """With greedy rows added up to `rows`; numpy only."""
-        extra = rows - self.seed.shape[0]
-
-        def pad(name: str, values: np.ndarray) -> np.ndarray:
-            fill = {"repetition": 1, "top_p": 1, "history": -1, "edit_ids": -1}.get(name, 0)
-            widths = ((0, extra), *((0, 0) for _ in values.shape[1:]))
-            return np.pad(values, widths, constant_values=fill)
-
-        return SamplingBatch(*(pad(n, v) for n, v in zip(self._fields, self, strict=True)))
-
-
-class Sampling(NamedTuple):
-    """Values of a step's rows and the parts of the sampler that they need."""
-
-    batch: SamplingBatch
-    opts: SamplerOptions
+    edit_until: HostArray
 
 
 class Sampled(NamedTuple):
@@ -147,19 +130,16 @@ def _edit(logits: Array, batch: SamplingBatch) -> Float[Array, "B V"]:
     """Add a value to some tokens' logits; -inf bans a token."""
     row = jnp.arange(logits.shape[0])[:, None]
     column = jnp.where(batch.edit_ids < 0, logits.shape[1], batch.edit_ids)
-    return logits.at[row, column].add(batch.edit_values, mode="drop")
+    applies = batch.position[:, None] < batch.edit_until
+    return logits.at[row, column].add(jnp.where(applies, batch.edit_values, 0), mode="drop")
 
 
 def _penalise(logits: Array, batch: SamplingBatch) -> Float[Array, "B V"]:
     """Repetition (CTRL, arXiv 1909.05858) over all tokens seen, the others over generated ones."""
-    row = jnp.arange(logits.shape[0])[:, None]
-    column = jnp.where(batch.history < 0, logits.shape[1], batch.history)
-    zeros = jnp.zeros(logits.shape, jnp.float32)
-    seen = zeros.at[row, column].max(1.0, mode="drop")
-    count = zeros.at[row, column].add(batch.generated.astype(jnp.float32), mode="drop")
+    count = batch.generated.astype(jnp.float32)
     factor = batch.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = jnp.where(seen > 0, repeated, logits)
+    logits = jnp.where(batch.in_prompt | (count > 0), repeated, logits)
     logits = logits - batch.frequency[:, None] * count
     return logits - batch.presence[:, None] * (count > 0)
 

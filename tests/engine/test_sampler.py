@@ -28,10 +28,11 @@ def batch_of(rows: int, **values) -> SamplingBatch:
     return SamplingBatch(
         **columns,
         seed=values.pop("seed", np.arange(rows, dtype=np.uint32)),
-        history=values.pop("history", nothing),
-        generated=values.pop("generated", nothing.astype(bool)),
-        edit_ids=values.pop("edit_ids", nothing),
+        in_prompt=values.pop("in_prompt", nothing.astype(bool)),
+        generated=values.pop("generated", nothing),
+        edit_ids=(ids := values.pop("edit_ids", nothing)),
         edit_values=values.pop("edit_values", nothing.astype(np.float32)),
+        edit_until=values.pop("edit_until", np.full(ids.shape, 99, np.int32)),
     )
 
 
@@ -128,19 +129,23 @@ def test_edits_add_and_ban():
     )
     tokens = sample(logits, batch, SamplerOptions(edits=True)).tokens
     assert tokens.tolist() == [int(np.argsort(-LOGITS)[1]), 3, best]
+    # the draw is for position 7: an edit until 7 is over, one until 8 is not
+    for until, expected in ((7, best), (8, int(np.argsort(-LOGITS)[1]))):
+        late = batch._replace(edit_until=np.full((3, 2), until, np.int32))
+        assert int(sample(logits, late, SamplerOptions(edits=True)).tokens[0]) == expected
 
 
 def test_penalties_by_value(monkeypatch):
     """One prompt token, one generated twice, one in both; against vLLM's formulas in numpy."""
-    history = np.array([[2, 7, 7, 2, -1]], np.int32)
-    generated = np.array([[False, True, True, True, False]])
+    in_prompt, generated = np.zeros((1, VOCAB), bool), np.zeros((1, VOCAB), np.int32)
+    in_prompt[0, 2], generated[0, 7], generated[0, 2] = True, 2, 1
     batch = batch_of(
         1,
         temperature=0,
         repetition=1.7,
         presence=0.5,
         frequency=0.25,
-        history=history,
+        in_prompt=in_prompt,
         generated=generated,
     )
     want = LOGITS.copy()
