@@ -1,7 +1,8 @@
-"""`dcp-jax bench throughput` and `dcp-jax bench engine`: how fast the engine is on this machine."""
+"""`dcp-jax bench throughput|engine|soak`: how fast the engine is here, and that it keeps going."""
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,6 +129,47 @@ class BenchEngine:
         _write(self.output, result)
 
 
+@dataclasses.dataclass(frozen=True)
+class BenchSoak:
+    """Run random requests for a time, and see that nothing is compiled, lost or left behind."""
+
+    engine: Annotated[EngineArgs, arg(name="")]
+    seconds: float = 600.0
+    """How long."""
+    seed: int = 0
+    """Of the requests."""
+    output: Path | None = None
+    """Write the result as JSON."""
+
+    def run(self, console: Console) -> None:
+        """Load, compile, run, print, write; exit code 1 if there is a fault."""
+        if not self.seconds > 0:
+            raise ValueError(f"seconds={self.seconds} is no time: give more than 0.")
+        _check_output(self.output)
+        llm = self.engine.load([], generate=1)
+        from dcp_jax.bench.soak import soak
+
+        _compile(llm, console)
+        report = soak(llm, seconds=self.seconds, seed=self.seed)
+        table = Table("", "value", title=f"{report.seconds:,.0f} s of random requests")
+        table.columns[1].justify = "right"
+        for name in ("steps", "generated", "preemptions", "failures", "compiled"):
+            table.add_row(name, f"{getattr(report, name):,}")
+        for reason, count in sorted(report.ended.items()):
+            table.add_row(f"ended: {reason}", f"{count:,}")
+        for name in ("arrays", "threads", "pages"):
+            counts = [getattr(held, name) for held in report.held]
+            table.add_row(f"{name} held when empty: first, last", f"{counts[0]}, {counts[-1]}")
+        first, last = report.peak_rss_mib[0], report.peak_rss_mib[-1]
+        table.add_row("peak memory in MiB: first round, last", f"{first:,.0f}, {last:,.0f}")
+        console.print(table)
+        _write(self.output, dataclasses.asdict(report) | {"faults": report.faults})
+        for fault in report.faults:
+            console.print(fault)
+        if report.faults:
+            sys.exit(1)
+
+
 def _compile(llm, console: Console) -> None:
     """The whole ladder: nothing may compile while time is measured."""
     llm.warm_up()
@@ -157,4 +199,8 @@ def _write(output: Path | None, result: dict[str, Any]) -> None:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-COMMANDS = {"bench throughput": BenchThroughput, "bench engine": BenchEngine}
+COMMANDS = {
+    "bench throughput": BenchThroughput,
+    "bench engine": BenchEngine,
+    "bench soak": BenchSoak,
+}

@@ -20,6 +20,7 @@ from dcp_jax.engine.runner import Runner
 from dcp_jax.engine.sampler import Sampled
 from dcp_jax.engine.served import HEADER, Drawn
 from dcp_jax.engine.slots import Knobs, Slots, default_knobs, fresh_slots
+from dcp_jax.layers.stacked import stack
 from dcp_jax.policy import PrefillPath
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Executor:
         ladder: sizes that steps are compiled for.
         decode_steps: tokens that a decode launch draws for each row, at most.
         nobody: the slot that no request has.
+        params: of the model, small ones stacked.
         programs: the ladder's executables.
     """
 
@@ -79,8 +81,9 @@ class Executor:
         self.ladder = ladder
         self.decode_steps = decode_steps
         self.nobody = slots
+        self.params = stack(runner.params)
         self._slots = self._fresh()
-        self.programs = Programs(runner, self._slots, decode_steps)
+        self.programs = Programs(runner, self.params, self._slots, decode_steps)
         self._tables = np.full((slots + 1, ladder.pages[-1]), -1, np.int32)
         self._known = [0] * (slots + 1)
 
@@ -208,7 +211,7 @@ class Executor:
     def _run(self, bucket: Bucket, tokens: np.ndarray, inputs: np.ndarray) -> Drawn:
         program, slots = self.programs.compiled[bucket], self._slots
         carry, fixed = arguments(self.runner.cache, slots, bucket.sampler)
-        drawn, carry = program(self.runner.params, carry, fixed, tokens, inputs)
+        drawn, carry = program(self.params, carry, fixed, tokens, inputs)
         generated = slots.generated if carry.generated is None else carry.generated
         self.runner.cache = carry.cache
         self._slots = slots._replace(token=carry.token, generated=generated)

@@ -199,10 +199,10 @@ class Launcher:
         executor, ladder = self.executor, self.executor.ladder
         waiting = sorted(chunks, key=lambda chunk: chunk.length, reverse=True)
         while waiting:
-            longest, pages = waiting[0].length, max(len(self._pages(c)) for c in waiting)
+            longest = waiting[0].length
             rows, tokens = ladder.chunk(longest)
             batch = [c for c in waiting[:rows] if ladder.chunk(c.length)[1] == tokens]
-            path = self._path(batch)
+            path, pages = self._path(batch), max(len(self._pages(c)) for c in batch)
             if executor.rows_together(longest, pages, path) < len(batch):
                 batch = batch[:1]
                 path = self._path(batch)

@@ -22,6 +22,7 @@ from dcp_jax.engine.served import (
     serve_prefill,
 )
 from dcp_jax.engine.slots import Slots, default_knobs, load_slot, note_tokens
+from dcp_jax.layers.stacked import Stacked
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ class Programs:
         warm: a step runs in a larger bucket rather than wait for its own to be compiled.
     """
 
-    def __init__(self, runner: Runner, slots: Slots, decode_steps: int):
+    def __init__(self, runner: Runner, params: Stacked, slots: Slots, decode_steps: int):
         self.compiled: dict[Bucket, Any] = {}
         self.warm = False
         self._runner = runner
         self._decode_steps = decode_steps
         # Shapes and shardings: what is compiled in the background must not hold live arrays.
-        self._shapes = _shapes((runner.params, runner.cache, slots))
+        self._shapes = _shapes((params, runner.cache, slots))
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 

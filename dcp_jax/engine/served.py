@@ -16,6 +16,7 @@ from dcp_jax.dcp.step import Batch, StepOptions
 from dcp_jax.engine.sampler import Sampled, SamplerOptions, sample_step
 from dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from dcp_jax.engine.slots import Knobs, sampling_batch
+from dcp_jax.layers.stacked import Stacked, unstack
 from dcp_jax.model import Model
 
 # The sampler's parts behind the names of `ladder.SAMPLERS`; None is the model's own argmax.
@@ -66,7 +67,7 @@ def serve_prefill(
     spec: CacheSpec,
     opts: StepOptions,
     sampler: str,
-    params: dict,
+    params: Stacked,
     carry: Carry,
     fixed: Fixed,
     tokens: Int[Array, "B T"],
@@ -79,7 +80,7 @@ def serve_prefill(
         spec: of the caches.
         opts: options of the step.
         sampler: a key of `SAMPLER_OPTIONS`.
-        params: of the model.
+        params: of the model, small ones stacked.
         carry: donated.
         fixed: read only.
         tokens: new tokens, padded on the right.
@@ -88,9 +89,10 @@ def serve_prefill(
     """
     header, pages = rows[:, :HEADER], rows[:, HEADER:]
     slot, start, length, target = header.T
+    whole = unstack(params)
     batch = Batch(tokens, start, length, pages)
     sampled, certified, carry = _draw(
-        model, spec, opts, sampler, params, carry, fixed, batch, slot, target
+        model, spec, opts, sampler, whole, carry, fixed, batch, slot, target
     )
     return Drawn(jax.tree.map(lambda a: a[None], sampled), certified), carry
 
@@ -101,7 +103,7 @@ def serve_decode(
     opts: StepOptions,
     sampler: str,
     steps: int,
-    params: dict,
+    params: Stacked,
     carry: Carry,
     fixed: Fixed,
     tokens: Int[Array, "B 1"],
@@ -116,6 +118,7 @@ def serve_decode(
     nobody = carry.token.shape[0] - 1
     given = jnp.where(tokens[:, 0] >= 0, slot, nobody)
     carry = carry._replace(token=carry.token.at[given].set(tokens[:, 0]))
+    whole = unstack(params)
 
     def one(carry: Carry, i: Array) -> tuple[Carry, Drawn]:
         active = i < count
@@ -124,7 +127,7 @@ def serve_decode(
             jnp.maximum(carry.token[slot], 0)[:, None], start + i, active.astype(jnp.int32), pages
         )
         sampled, certified, carry = _draw(
-            model, spec, opts, sampler, params, carry, fixed, batch, slot, where
+            model, spec, opts, sampler, whole, carry, fixed, batch, slot, where
         )
         return carry, Drawn(sampled, certified)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dcp_jax as dj
+from dcp_jax.bench.soak import soak
 from dcp_jax.engine.errors import StepError
 from dcp_jax.engine.ladder import Ladder
 from dcp_jax.engine.paths import possible_paths
@@ -202,7 +203,7 @@ def warm(path):
         max_queued_requests=40,
         max_model_len=128,
         max_total_tokens=WARM_PAGES * PAGE,
-        ladder=ladder(2, rows=4, chunk=(2, 32), pages=128 // PAGE),
+        ladder=ladder(2, rows=4, chunk=(2, 32), pages=128 // PAGE, dense_pages=(16 // PAGE,)),
     )
     llm.engine.runner.opts = replace(llm.engine.runner.opts, candidates=2)
     llm.warm_up(use_tqdm=False)
@@ -393,3 +394,12 @@ def test_a_request_that_never_fits_is_refused(warm):
     request.limit = WARM_PAGES * PAGE
     with pytest.raises(ValueError, match=r"needs 45 pages and the pool has 32: shorten it"):
         warm.engine.submit(request)
+
+
+def test_a_soak_leaves_nothing_behind(warm):
+    """Random arrivals, samplings and aborts; short prompts on the dense path beside long ones."""
+    report = soak(warm, seconds=3, rounds=3, use_tqdm=False)
+    assert report.faults == []
+    assert report.preemptions > 0
+    assert {"length", "abort"} <= set(report.ended) <= {"length", "abort", "stop"}
+    assert report.generated > 100
